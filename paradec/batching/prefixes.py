@@ -22,8 +22,7 @@ CAUSAL_BLOCK = 16  # tokens per block of the tree, for causal models
 
 
 class Prefixes:
-    """Prefixes that rows of a batch share; answers are unchanged. budget: limit in bytes; None is set by
-    `raise_budget`."""
+    """Prefixes that rows of a batch share; answers are unchanged. budget: in bytes; None is set by `raise_budget`."""
 
     def __init__(self, model: Any, budget: int | None):
         facts = model.facts

@@ -21,8 +21,7 @@ class Part:
     valid: np.ndarray | None
     """[N, Q] bool; None without padding."""
     kind: str
-    """Positions of each row: "full" is all; "rest" is all except reused prefixes and masks outside a suffix window;
-    "window" is some."""
+    """Positions: "full" (all), "rest" (all but reused prefixes and masks outside a suffix window), or "window"."""
 
     @property
     def sizes(self) -> np.ndarray:

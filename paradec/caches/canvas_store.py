@@ -42,8 +42,7 @@ class CanvasStore(KeyValueStore):
         return self.read(layer_idx, self.layer_keys), self.read(layer_idx, self.layer_values)
 
     def read(self, layer: int, layers: dict[int, Tensor]) -> Tensor:
-        """Read the bound rows' keys or values at the `K` positions of a layer's window: [R, kv_heads, K, head_dim].
-        layers: `layer_keys` or `layer_values`."""
+        """Read the bound rows of `layers` (keys or values) in a layer's window: [R, kv_heads, K, head_dim]."""
         call, store = self._bound_call(), layers[layer]
         part = slice(self.first_visible(self.windows[layer]), call.visible_length)
         if call.selection is not None:

@@ -14,8 +14,7 @@ MAX_SHARE = 0.9
 MIN_CALLS = 4
 """With fewer forwards per row, `advice` returns None."""
 MIN_POSITIONS = 64
-"""On a CPU, gathering single positions of one row is faster than the whole row from this length on
-(benchmarks/caches.py)."""
+"""Length from which on gathering positions of one row on a CPU beats the whole row (benchmarks/caches.py)."""
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ class DelayedCache(RangeCache):
             check_choice("waiting", self.waiting, ("first", "all"))
 
     def begin(self, state: Any) -> np.ndarray:
-        """[B, 1 + cache_delay_iter] int64: end of the cached blocks; then the ends of the waiting blocks at the last
-        `cache_delay_iter` steps, the latest first."""
+        """[B, 1 + delay] int64: end of the cached blocks; then ends of the waiting blocks, latest step first."""
         return np.tile(state.prompt_length[:, None], (1, 1 + self.cache_delay_iter))
 
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:

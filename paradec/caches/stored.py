@@ -96,8 +96,7 @@ class SubsetCache(StoredCache):
         return subset_parts(state, index, needed, limit, self.shape_multiple)
 
     def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
-        """Choose the positions of the state's `rows` [N] to evaluate: [N, L] bool. True after a row's end has no
-        effect."""
+        """Choose the positions of `rows` [N] to evaluate: [N, L] bool. Values after a row's end have no effect."""
         raise NotImplementedError(f"cache class {type(self).__name__} must define positions_to_evaluate")
 
 

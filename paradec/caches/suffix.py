@@ -172,8 +172,7 @@ class Suffix:
         return is_near & is_lowest
 
     def _draw_as_published(self, num_later: int, size: int, generator: torch.Generator) -> np.ndarray:
-        """Draw the numbers [1, size] float64 as DPad does: one per position after the block for "gaussian", else ranks
-        from a permutation of the window."""
+        """Draw numbers [1, size] float64 as DPad does: uniform for "gaussian", else a permutation of the window."""
         numbers = np.ones((1, size))
         if self.density == "gaussian":
             draws = torch.rand(num_later, generator=generator, device=generator.device).cpu().numpy()

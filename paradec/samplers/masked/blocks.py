@@ -57,18 +57,19 @@ class WholeCanvas(BlockPolicy):
 
 
 class StopRule(Protocol):
-    """Rule that ends rows, at their first answer token or later. An instance serves one request and may have state."""
+    """Rule that ends rows. An instance serves one request and may have state."""
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
         """Find the ends of the running rows: [R] int64, the position after a row's last token, or `NEVER` if the row
-        continues; None if all rows continue. All positions before an end must be decided. state: the `MaskedState`
-        after the step's tokens are written. tokens: [R, W] int64 on the host, the window's tokens then."""
+        continues; None if all rows continue. All positions before an end must be decided, and the end must be after the
+        row's first answer token. state: the `MaskedState` after the step's tokens were written. tokens: [R, W] int64 on
+        the host, the window's tokens."""
         ...
 
 
 @dataclass(eq=False)
 class EndOfText:
-    """Stop rule: end a row at its first end token, once all positions before it are decided. mask: the mask id."""
+    """Stop rule: end a row after its first end token, once all positions before it are decided. mask: the mask id."""
 
     ids: Sequence[int]
     mask: int
@@ -125,8 +126,8 @@ def open_blocks(state: MaskedState, rows: np.ndarray) -> None:
 def close_blocks(
     state: MaskedState, rows: np.ndarray, ends: np.ndarray | None, hold: np.ndarray | None = None, changed: bool = False
 ) -> None:
-    """Finish rows at their `ends` [R] (from `find_ends`), and move rows with a full block to the next block. hold: [R]
-    bool, rows whose full block stays open. changed: whether the end of a block has changed in this step."""
+    """Finish rows at their `ends` [R] (from `find_ends`), and move rows with a full block to the next block.
+    hold: [R] bool, rows whose full block stays open. changed: whether the end of a block has changed in this step."""
     full = state.remaining[rows] == 0
     if hold is not None:
         full &= ~hold
@@ -145,7 +146,7 @@ def close_blocks(
 
 
 def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:
-    """Shorten the running rows to at most `cut` [R] positions. tokens: [R, W], the window's. Keeps the old window."""
+    """Shorten the running rows to at most `cut` [R] positions; the window stays. tokens: [R, W], in the window."""
     window = state.window
     is_shorter = cut < state.length[window.rows]
     rows, cut = window.rows[is_shorter], cut[is_shorter]

@@ -38,8 +38,8 @@ class CausalContext(Feature):
     why_host_only = "blocks over causal context are seeded on the host"
 
     @classmethod
-    def from_request(cls, sampler: Any, state: MaskedState, early: tuple[Any, ...], request: Request) -> Self:
-        """Make the feature of a request with `early` stop rules. Raises ValueError for an unsupported argument."""
+    def from_request(cls, sampler: Any, state: MaskedState, early_rules: tuple[Any, ...], request: Request) -> Self:
+        """Make the feature. early_rules: stop rules that read logits. Raises ValueError for an unsupported argument."""
         blocks, facts, why = state.blocks, state.facts, None
         if (compatibility := verdict(sampler, state.cache, facts)).status == REFUSED:
             why = f"sampler {sampler.name!r} does not work here: {compatibility.why}"
@@ -47,7 +47,7 @@ class CausalContext(Feature):
             why = f"blocks={short_repr(blocks)} read logits of a whole block, which do not exist when it opens"
         elif isinstance(blocks, PipelinedBlocks):
             why = f"blocks={short_repr(blocks)} open a block before the previous one is final"
-        elif early:
+        elif early_rules:
             why = f"stop={short_repr(request.stop)} reads logits after the open block, and no call computes these"
         elif request.suffix is not None:
             why = f"suffix={short_repr(request.suffix)} omits positions after the block, which no step evaluates anyway"
@@ -57,8 +57,8 @@ class CausalContext(Feature):
 
     def on_start(self, state: MaskedState, rows: np.ndarray) -> None:
         start = state.block_start[rows]
-        masked = state.masks_before[rows, start + 1] > state.masks_before[rows, start]
-        self.seeding[rows] = masked & (start > 0)  # no token predicts the first position of a text
+        is_masked = state.masks_before[rows, start + 1] > state.masks_before[rows, start]
+        self.seeding[rows] = is_masked & (start > 0)  # no token predicts the first position of a text
 
     def on_query(self, state: MaskedState, part: Part, query: WindowQuery) -> None:
         rows = state.window.rows[part.index]
@@ -74,7 +74,7 @@ class CausalContext(Feature):
         if not seeds.any():
             return
         wanted = query.wanted
-        assert wanted is not None  # queries for a window's logits list the columns
+        assert wanted is not None  # `build_query` sets it
         last_before = np.argmax(positions == first - 1, 1)
         is_seeding = state.per_branch(seeds[:, None])
         query.wanted = torch.where(is_seeding, state.per_branch(last_before[:, None]), wanted)
@@ -103,7 +103,7 @@ class CausalContext(Feature):
     def on_close(
         self, state: MaskedState, proposal: MaskedProposal, decision: StepDecision, tokens: np.ndarray, ends: Ends
     ) -> bool:
-        """Restore the memory of seeding rows: the step of the seed does not count in the block's schedule."""
+        """Restore the memory of seeding rows. Schedules do not count the step that decides the seed."""
         rows = proposal.rows[self.seeding[state.window.rows]]
         for name, value in self.memory_before.items():
             state.memory.write(name, rows, value)

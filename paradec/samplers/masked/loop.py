@@ -12,7 +12,7 @@ def decode(model, ids, mask_id, end_ids=(), block_length=32, steps=None, thresho
     answer_start = max((i + 1 for i, token in enumerate(ids) if token != mask_id), default=0)
     while block_start < len(ids):
         block = slice(block_start, min(block_start + block_length, len(ids)))
-        masks, step = int((tokens[block] == mask_id).sum()), 0
+        num_masks, step = int((tokens[block] == mask_id).sum()), 0
         while (undecided := tokens[block] == mask_id).any():
             # query: one forward over the row; with `shift`, the logits of position p are at p - 1
             logits = model(tokens.unsqueeze(0))[0].double()
@@ -24,7 +24,7 @@ def decode(model, ids, mask_id, end_ids=(), block_length=32, steps=None, thresho
             scores = torch.where(undecided, confidence, -torch.inf)
             # commit, `select`: LLaDA's schedule, or Fast-dLLM's threshold
             if threshold is None:
-                count = 1 if steps is None else masks // steps + (step < masks % steps)
+                count = 1 if steps is None else num_masks // steps + (step < num_masks % steps)
                 best = scores.sort(descending=True, stable=True).indices[:count]
                 selected = torch.zeros_like(undecided).scatter(0, best, True) & undecided
             else:
@@ -44,7 +44,7 @@ def decode(model, ids, mask_id, end_ids=(), block_length=32, steps=None, thresho
     return tokens.tolist()
 ```
 
-In this file, each row has its own block, step and end. A step consists of the query, the logits stages (guidance,
+In `MaskedSampler`, each row has its own block, step and end. A step consists of the query, the logits stages (guidance,
 suppression, the method's `process_logits`), candidate tokens and statistics, `select`, the write, and the stop rules.
 """
 
@@ -106,7 +106,7 @@ OVERRIDES = {
     "revise": "revises",
     "draw_tokens": "draws_tokens",
 }
-"""Methods of `MaskedSampler`, and the field of `Needs` that is set if a class overrides the method."""
+"""Method of `MaskedSampler` -> field of `Needs` that is set if a class overrides the method."""
 PARAMETERS = {"select": "self, view", "process_logits": "self, logits, stage", "quota": "self, state, rows"}
 """Parameters of methods that users often define."""
 LOOP_METHODS = ("query", "propose", "commit")
@@ -120,10 +120,10 @@ class MaskedSampler(Sampler):
     Class attributes (others: `Sampler`):
         needs: what the method reads and does; overridden methods set their flags.
         draws: whether the method draws positions (`View.draw`, `View.choose`), even at temperature 0.
-        device_step: whether the device step can run the method. Then `select` is the method's only override, never
-            waits for the device, and reads counts from tensors. Subclasses do not inherit it.
-        sweep: at least two variants for `paradec compare`, each with settings and request arguments. A fraction for
-            `steps` means this share of the undecided positions.
+        device_step: whether `compile=True` can run the method. Then `select` and `quota` must not wait for the device,
+            and must accept counts as tensors. Subclasses do not inherit the attribute.
+        sweep: at least two variants for `paradec compare`, each with settings and request arguments. A fraction as
+            `steps` is a share of the undecided positions.
     """
 
     family: ClassVar[str] = "masked"
@@ -157,8 +157,8 @@ class MaskedSampler(Sampler):
         raise NotImplementedError
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> Any:
-        """Compute `view.quota`: how many positions each of `rows` [R] commits in this step, [R] int64. The state has
-        `planned_steps(rows)`, and by row `block_step`, `masks_at_open` and `remaining` masks of the open block."""
+        """Compute `view.quota`, how many positions each of `rows` [R] commits in this step: [R] int64. For the open
+        blocks, the state has `planned_steps(rows)`, `block_step`, `masks_at_open` and `remaining` (masks)."""
         if self.uses_steps and not self.needs.may_wait:  # a method that waits may count steps in another way
             way = "define it, or subclass paradec.samplers.LowConfidence, which has one"
             raise TypeError(f"sampler {self.name!r} has uses_steps = True, but no quota: {way}")
@@ -169,7 +169,7 @@ class MaskedSampler(Sampler):
         return None
 
     def preview(self, state: MaskedState) -> np.ndarray:
-        """Predict the positions that this step commits (at most K), in order: [R, K] int64, padded with -1."""
+        """Predict the K or fewer positions that this step commits, best first: [R, K] int64, padded with -1."""
         raise NotImplementedError
 
     def positions_for_cache(self, state: MaskedState) -> np.ndarray | None:
@@ -177,7 +177,7 @@ class MaskedSampler(Sampler):
         return self.preview(state)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
-        """Compute the new values [R, ...] of memory tensors, by name, after a selection."""
+        """Compute the new values [R, ...] of memory tensors, by name, after `select`."""
         return {}
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -190,20 +190,20 @@ class MaskedSampler(Sampler):
         return {}
 
     def revise(self, view: View, selected: Tensor) -> Revision:
-        """Choose the tokens at `view.editable` positions to take back or replace, after a selection."""
+        """Choose the tokens at `view.editable` positions to take back or replace, after `select`."""
         return Revision()
 
     def max_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
-        """Bound the steps of a block for methods that revise: [R] int64, at least `masks_at_open`."""
+        """Return the maximum steps of a block for methods that revise: [R] int64, at least `masks_at_open`."""
         return 2 * masks_at_open
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
-        """Choose where to cut rows off after this step: [R] int64 new lengths, which end in the window and after the
-        prompt; `UNCUT` for rows that continue; None if all continue. Not called with `eos_early_stop=False`."""
+        """Choose new, shorter lengths of rows after this step: [R] int64, `UNCUT` for rows to leave; None leaves all.
+        A length must end in the window and after the prompt. Not called with `eos_early_stop=False`."""
         return None
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
-        """Raise ValueError if the settings do not fit a request. longest: number of positions of the longest answer."""
+        """Raise ValueError if the settings do not fit a request. longest: positions of the longest answer."""
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be changed in place outside of it
     @torch.no_grad()
@@ -482,8 +482,8 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
         index = torch.as_tensor(rows, device=state.canvas.device)
         query.tokens = gather_tokens(state.canvas, query, index)
         if branches == 2:
-            given_tokens = gather_tokens(state.is_prompt, query, index)
-            query.tokens = torch.cat((query.tokens, query.tokens.masked_fill(given_tokens, facts.mask_id)))
+            is_prompt = gather_tokens(state.is_prompt, query, index)  # masked in the second branch of guidance
+            query.tokens = torch.cat((query.tokens, query.tokens.masked_fill(is_prompt, facts.mask_id)))
     if facts.prompt_aligned:
         query.origin = state.per_branch(state.prompt_length[rows, None])
     if state.store is not None:
@@ -494,24 +494,25 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
 
 
 def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
-    """Find the columns [branches * N, W] with the window's logits, and which of them a part has [N, W] (None: all)."""
+    """Find the columns of a part's call with the logits of its N rows' windows: [branches * N, W]. Also return which
+    window positions the part evaluates: [N, W] bool, None for all."""
     source = state.window.host_positions
     if len(part.index) < len(source):
         source = source[part.index]
-    if state.facts.shift:  # logits are one position to the left; position 0 has no left neighbour and reads its own
+    if state.facts.shift:  # the logits of position p are at p - 1; those of position 0 are read at 0
         source = np.maximum(source - state.facts.shift, 0)
     if part.kind == "full":
         if source is state.window.host_positions and state.branches == 1 and state.window.host_valid is None:
             return state.window.positions, None
-        if state.window.host_valid is not None:  # the window's padding may lie beyond the row
+        if state.window.host_valid is not None:  # padding may lie beyond the row
             source = np.minimum(source, part.positions.shape[1] - 1)
         return state.per_branch(source), None
     return find_columns(state, part, source)
 
 
 def drop_decided(state: MaskedState, query: WindowQuery) -> WindowQuery:
-    """Omit the logits of decided positions from a call, unless that saves little. The row with the most undecided
-    positions sets the number of columns; other rows fill their columns up with decided positions."""
+    """Omit the logits of decided positions from a call, unless that saves little. All rows get as many columns as the
+    row with the most undecided positions has; rows with fewer also request decided positions."""
     assert query.wanted is not None
     window = state.window
     width = window.positions.shape[1]
@@ -594,8 +595,8 @@ def make_view(
 
 
 def to_host(**tensors: Tensor | None) -> dict[str, np.ndarray]:
-    """Copy tensors to numpy arrays in one transfer, so that a step waits for the device only once. All tensors have the
-    shape of the first tensor, with or without its last dimension. None values are omitted."""
+    """Copy tensors to numpy arrays in one transfer, so that a step waits for the device only once. Each tensor has the
+    shape of the first, with or without the last dimension. None values are omitted."""
     by_name = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if all(tensor.is_cpu for tensor in by_name.values()):
         return {name: tensor.numpy() for name, tensor in by_name.items()}

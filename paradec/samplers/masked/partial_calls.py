@@ -14,7 +14,7 @@ from paradec.samplers.masked.state import MaskedState
 
 
 def build_store_call(state: MaskedState, part: Part, query: WindowQuery) -> StoreCall:
-    """Build the store call of a part's query: what the query reads from the state's store and writes to it."""
+    """Build the store call of a part's query: the rows and slots of the store that it reads and writes."""
     rows, cache = query.rows, state.stored_cache
     index = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
     slots = query.positions
@@ -59,7 +59,7 @@ def merge_parts(
 def scatter_to_window(
     tokens: Tensor, quantities: Mapping[str, Tensor], query: WindowQuery, current: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Scatter candidates and quantities [N, K] of a query into windows [N, W], elsewhere tokens `current` and 0."""
+    """Scatter candidates and quantities [N, K] of a query into windows [N, W], which otherwise hold `current` and 0."""
     columns = query.window.columns
     assert columns is not None
     if len(columns) < len(current):

@@ -72,8 +72,8 @@ def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: n
 
 
 def check_steps(steps: int, counts: np.ndarray, parts: str, is_whole_batch: bool = True) -> None:
-    """Raise ValueError if `steps` cannot be spread evenly over `counts` [B] parts of each row. parts: "blocks" or
-    "canvases". is_whole_batch: False if more rows may join. Rows with different counts may have uneven steps."""
+    """Raise ValueError if `steps` cannot be spread evenly over the `counts` [B] parts ("blocks" or "canvases") of each
+    row. Uneven steps are allowed if counts differ between rows. is_whole_batch: False if more rows may join."""
     count = int(counts.max())
     if steps % count and is_whole_batch and (counts == count).all():
         raise ValueError(f"steps={steps} must be a multiple of the number of {parts} ({count})")

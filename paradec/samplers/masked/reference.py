@@ -26,7 +26,7 @@ class ReferenceNumbers(Feature):
 
 
 def generator_after(generator: torch.Generator, generator_state: Tensor | None) -> torch.Generator:
-    """Copy the generator, and set the copy to its state after the step's proposal."""
+    """Copy the generator, and set the copy to `generator_state`, the state after the step's proposal."""
     assert generator_state is not None
     copy = generator.clone_state()
     copy.set_state(generator_state)
@@ -41,8 +41,8 @@ def draw_categorical(
     generator: torch.Generator,
     selected: Tensor | None = None,
 ) -> Tensor:
-    """Draw as Dream does, by torch.multinomial at masked positions (if `selected` [R, W] is set, only those), row by
-    row, in the logits' dtype. Other positions get their best token."""
+    """Draw as Dream does, by torch.multinomial in the logits' dtype, at masked positions; with `selected` [R, W] bool,
+    only at selected masked positions. Other positions get their best token."""
     canvas = state.canvas[torch.as_tensor(rows, device=positions.device).unsqueeze(1), positions]
     masked = torch.eq(canvas, state.facts.mask_id)
     if selected is not None:
@@ -55,13 +55,13 @@ def draw_categorical(
 
 
 def top_by_topk(state: MaskedState, scores: Tensor, count: np.ndarray | Tensor | int) -> Tensor:
-    """Select by torch.topk over each whole row, as the public codes do: [R, W] bool."""
+    """Select the `count` highest scores by torch.topk over each whole row, as the public codes do: [R, W] bool."""
     window = state.window
     canvas_scores = torch.full(state.canvas.shape, -torch.inf, dtype=scores.dtype)
     canvas_scores[window.row_index.cpu(), window.positions.cpu()] = scores.cpu()
     selected = torch.zeros_like(canvas_scores, dtype=torch.bool)
     count = np.full(len(scores), count) if isinstance(count, int) else count
-    # rules may grant more positions than a row has, or a negative number
+    # a rule's count may exceed the row or be negative
     for row, num_selected in zip(window.rows.tolist(), count.clip(0, canvas_scores.shape[1]).tolist(), strict=True):
         selected[row, canvas_scores[row].topk(num_selected).indices] = True
     return selected.to(scores.device)[window.row_index, window.positions] & (scores > -torch.inf)

@@ -38,7 +38,7 @@ from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.start import answer_starts, count_new, make_seeds, make_trace, pad_rows, row_keys, suppressed_ids
 
 MAX_UNCHECKED = 2**24
-"""Bytes of logits that are assumed to fit on any device."""
+"""Bytes of logits up to which free memory is not checked."""
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> MaskedState:
@@ -53,8 +53,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if isinstance(policy, PipelinedBlocks):
         check_pipelined(sampler, policy, request.steps)
     starts = np.array([row.index(mask_id) if mask_id in row else len(row) for row in rows], np.int64)
-    answers, lengths = answer_starts(rows, mask_id), np.array([len(row) for row in rows], np.int64)
-    has_holes = bool((answers > starts).any())  # masks before a prompt token
+    answer_start, lengths = answer_starts(rows, mask_id), np.array([len(row) for row in rows], np.int64)
+    has_holes = bool((answer_start > starts).any())  # masks before a prompt token
     excludes_ends = request.holes_eos_inf and has_holes
     if request.steps is not None:
         counts = count_blocks(request.steps, policy, starts, lengths + num_new)
@@ -67,12 +67,12 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     generator, seeds = make_seeds(request, rows)
     stop_rules: list[Any] = []
-    early: tuple[EarlyRule, ...] = ()
+    early_rules: tuple[EarlyRule, ...] = ()
     if request.stop is not None:
-        token_rules, early = split_stop_rules(request.stop, sampler)
+        token_rules, early_rules = split_stop_rules(request.stop, sampler)
         stop_rules += token_rules
     if request.stop_strings:
-        stop_rules.append(StopStrings.from_request(request, model, answers, mask_id))
+        stop_rules.append(StopStrings.from_request(request, model, answer_start, mask_id))
     reuse = attention = None
     if request.prefix is not None or request.share_prefix or request.keep_prefix:
         prefix, share, keep = request.prefix, request.share_prefix, request.keep_prefix
@@ -81,7 +81,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if request.attention is not None or getattr(model, "default_attention", None) is not None:
         attention = find_attention(request, sampler, model)
     if request.suffix is not None:
-        check_suffix(request, sampler, model, cache, policy, len(rows), has_holes, bool(early))
+        check_suffix(request, sampler, model, cache, policy, len(rows), has_holes, bool(early_rules))
 
     ends = lengths + num_new
     if facts.topology == "block_causal" and num_new:  # decode the whole last block; `requested_end` cuts it off
@@ -90,7 +90,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     canvas[np.arange(canvas.shape[1]) >= ends[:, None]] = facts.fill_token_id
     is_prompt = (np.arange(canvas.shape[1]) < lengths[:, None]) & (canvas != mask_id)
     if request.eos_early_stop and facts.eos_token_ids:
-        stop_rules.append(EndOfText(list(facts.eos_token_ids), mask_id, answers))
+        stop_rules.append(EndOfText(list(facts.eos_token_ids), mask_id, answer_start))
     specs = sampler.memory()
     sizes = {"position": canvas.shape[1], "vocab": facts.vocab_size, "window": 0}
     if sampler.needs.moves:
@@ -106,7 +106,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         canvas=torch.as_tensor(canvas, device=device),
         is_prompt=torch.as_tensor(is_prompt, device=device),
         prompt_length=starts,
-        answer_start=answers,
+        answer_start=answer_start,
         length=ends,
         requested_end=lengths + num_new,
         max_new_tokens=num_new,
@@ -120,7 +120,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     )
     if request.steps is not None:
         state.steps_per_block = -(-request.steps // count_blocks(request.steps, policy, starts, ends))
-    state.features = _make_features(state, sampler, model, early, reuse)
+    state.features = _make_features(state, sampler, model, early_rules, reuse)
     open_blocks(state, np.arange(state.batch))
     dtype = getattr(model, "dtype", None)  # None for schedulers and engines, whose caller allocates the logits
     if dtype is not None and not state.done:
@@ -199,7 +199,7 @@ def choose_policy(
 
 
 def _make_features(
-    state: MaskedState, sampler: Any, model: Any, early: tuple[EarlyRule, ...], reuse: Reuse | None
+    state: MaskedState, sampler: Any, model: Any, early_rules: tuple[EarlyRule, ...], reuse: Reuse | None
 ) -> dict[str, Any]:
     """Make the features of a request, in the order in which the loop calls them."""
     shape, facts, request, features = tuple(state.canvas.shape), state.facts, state.request, dict[str, Any]()
@@ -217,15 +217,15 @@ def _make_features(
         features["logprobs"] = RecordedLogProbs(LogProbs.empty(shape[0], shape[1], request.logprobs or 0, model.device))
     if request.rollout:
         features["rollout"] = RecordedRollout.from_request(sampler, model, state)
-    if early:
-        reads = tuple(dict.fromkeys(name for rule in early for name in rule.reads))
-        features["early_stops"] = EarlyStops(early, reads)
+    if early_rules:
+        reads = tuple(dict.fromkeys(name for rule in early_rules for name in rule.reads))
+        features["early_stops"] = EarlyStops(early_rules, reads)
     if request.holes_eos_inf and facts.eos_token_ids and (state.answer_start > state.prompt_length).any():
         features["holes"] = Holes()
     if facts.topology == "causal_context":
         from paradec.samplers.masked.causal_context import CausalContext
 
-        features["causal_context"] = CausalContext.from_request(sampler, state, early, request)
+        features["causal_context"] = CausalContext.from_request(sampler, state, early_rules, request)
     if getattr(model, "reads_order", False):
         features["decision_order"] = DecisionOrder(torch.full(shape, -1, device=model.device))
     if (controls := TokenControls.from_request(sampler, model, request, in_order=False)) is not None:

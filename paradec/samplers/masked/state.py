@@ -23,7 +23,8 @@ from paradec.request import Request
 
 @dataclass
 class Window:
-    """Each running row's positions in its open block; with early stops, up to its end. `R` rows, `W` the widest."""
+    """Positions of the open block of each running row; with early stops, all positions from the block to the row's end.
+    Shapes: `R` rows, `W` positions of the widest row."""
 
     rows: Any
     """[R] int64 on the host (in the device step a tensor): rows of the state."""
@@ -35,6 +36,7 @@ class Window:
     """[R, W] bool: False for padding; None without padding."""
     host_positions: Any
     host_valid: np.ndarray | None
+    """`positions` and `valid` on the host."""
 
     @cached_property
     def row_index(self) -> Tensor:
@@ -80,18 +82,18 @@ class MaskedState(State):
     prompt_length: np.ndarray = field(metadata=ROWS)
     """[B] int64: the first mask of each row."""
     answer_start: np.ndarray = field(metadata=ROWS)
-    """[B] int64: the position after the last prompt token; beyond `prompt_length` if masks precede prompt tokens."""
+    """[B] int64: the position after the last prompt token; more than `prompt_length` if masks precede prompt tokens."""
     length: np.ndarray = field(metadata=ROWS)
     """[B] int64: positions of each row; a method's `trim` lowers it."""
     requested_end: np.ndarray = field(metadata=ROWS)
-    """[B] int64: end of the requested positions; before `length` where a block-causal model's last block is longer."""
+    """[B] int64: end of the requested positions; less than `length` if a block-causal model's last block is longer."""
     max_new_tokens: int
     keys: Tensor = field(metadata=ROWS)
     """[B, 2] int64 random keys."""
     suppressed: Tensor | None = field(
         metadata={"rows": lambda state, _: RowLayout(fill=state.mask_id) if state.suppressed.ndim == 2 else None}
     )
-    """[S] int64: ids that are never proposed, besides the mask id; [B, S] if rows have different ids; None if no id."""
+    """[S] int64: ids besides the mask id that are never proposed; [B, S] if they differ between rows; None if none."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     revises: bool = False
@@ -117,7 +119,7 @@ class MaskedState(State):
     decided: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64: positions decided so far."""
     end: np.ndarray = field(init=False, metadata=ROWS)
-    """[B] int64: end of each row; before `requested_end` where a stop rule ended it."""
+    """[B] int64: end of each row; less than `requested_end` if a stop rule ended the row earlier."""
     stopped: np.ndarray = field(init=False, metadata=ROWS)
     """[B] bool: rows that a stop rule ended."""
     reused: np.ndarray = field(init=False, metadata=ROWS)
@@ -141,7 +143,7 @@ class MaskedState(State):
     present: ClassVar[Any] = property(lambda self: self._read_feature("suffix_window", "present"))
     """[B, L] bool: positions that are evaluated and attended to while the block is open (`paradec.Suffix`)."""
     seeding: ClassVar[Any] = property(lambda self: self._read_feature("causal_context", "seeding"))
-    """[B] bool: rows that draw the first token of their block in the next step."""
+    """[B] bool: rows that decide only the first token of their block in the next step (`causal_context`)."""
     attention_state: ClassVar[Any] = property(lambda self: self._read_feature("sparse_attention", "attention_state"))
     rollout: ClassVar[Any] = property(lambda self: self.features.get("rollout"))
 
@@ -206,7 +208,7 @@ class MaskedState(State):
         return self.masks_at_open[rows] if self.steps_per_block is None else self.steps_per_block[rows]
 
     def advance(self, rows: np.ndarray, committed: np.ndarray) -> None:
-        """Count one step of the running rows, in which `rows` [R] committed `committed` [R] tokens."""
+        """Count one step of all running rows. committed: [R] int64, tokens that each of `rows` [R] committed."""
         self.commits += 1
         self._steps += self.running
         self.decided[rows] += committed

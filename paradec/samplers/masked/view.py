@@ -20,18 +20,16 @@ from paradec.samplers.features.pipelined_blocks import best_of_blocks
 LAST = torch.finfo(torch.float64).min
 """Score of a candidate that must be committed after all others."""
 UNCUT = 2**31 - 1
-"""The end of a row that a method does not cut off."""
+"""Value of `MaskedSampler.trim` for a row that is not cut off."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Declared needs of a method. Raises ValueError for unknown quantities, sources, draws or topologies.
+    """Declared needs of a method, such as the quantities that it `reads`, or that a step `may_wait` (commit nothing).
+    Raises ValueError for unknown quantities, sources, draws or topologies.
 
-    Attributes:
-        reads, score: quantities of the logits; `score` ranks positions.
-        decided_logits: whether the method also reads logits of decided positions.
-        may_wait: whether a step may commit nothing.
-        previews, processes_logits, extra_quantities, revises, draws_tokens: set if the class overrides `preview`, ...
+    `previews`, `processes_logits`, `extra_quantities`, `revises` and `draws_tokens` are set if the class overrides
+    `preview`, `process_logits`, `extra_quantities`, `revise` or `draw_tokens`.
     """
 
     reads: tuple[str, ...] = ()
@@ -43,7 +41,7 @@ class Needs:
     reference_draws: str = "canvas"
     """Positions for which the public code draws position noise: the whole "canvas", or only "masked" positions."""
     decided_logits: bool = False
-    """Whether the method also reads logits of decided positions. `process_logits`, `extra_quantities`, `revise` do."""
+    """Whether `select` also reads decided positions. (`process_logits`, `extra_quantities`, `revise` always may.)"""
     topologies: tuple[str, ...] = ()
     """Supported topologies of models; () is all."""
     may_wait: bool = False
@@ -53,9 +51,9 @@ class Needs:
     mask_probes: bool = False
     """Whether calls also evaluate masks that the row's other positions do not attend to."""
     stores_final: bool = False
-    """Whether the method stores only keys and values of final blocks, which needs a cache with `reads_final_only`."""
+    """Whether only keys and values of final blocks are stored, which needs a cache with `reads_final_only`."""
     causal_keys: bool = False
-    """Whether final tokens attend causally when stored. Requests with different values share no keys and values."""
+    """Whether stored keys of final tokens are those of causal attention. Only equal values can share a prefix."""
     multi_step: bool = False
     """Whether the method evaluates several drafts of a row in one call."""
     moves: bool = False
@@ -132,7 +130,8 @@ class View:
         choose: choose(scores [R, W], count [R] or an int) draws `count` positions of each row without replacement from
             softmax(scores): [R, W] bool.
         ends: [E] int64: ids that end an answer.
-        leading: [R, W] int64, with pipelined blocks: number of the position's block if it must make progress, else -1.
+        leading: [R, W] int64: number of the position's block if this block must commit a token in this step, else -1;
+            None without pipelined blocks.
     """
 
     scores: Tensor
@@ -190,12 +189,12 @@ class StepDecision:
     selected: Tensor
     """[R, W] bool: positions to write."""
     filled: Tensor
-    """[R, W] bool: newly decided positions; int64 (1, -1 where a token is taken back, 0) for methods that `revise`."""
+    """[R, W] bool: newly decided positions. With `revise`, int64: 1 there, -1 where a token is taken back, else 0."""
     hold_block: Tensor | None = None
     """[R] bool: rows whose full block stays open."""
     logprobs: StepLogProbs | None = None
     steps: Tensor | None = None
-    """[R, W] int64: the row's step that decides each position; None is the current step."""
+    """[R, W] int64: number of the row's step that decides each position; None is the current step."""
 
 
 def run_select(sampler: Any, view: View) -> Tensor:

@@ -41,8 +41,8 @@ PIECE = 2**22
 
 @dataclass(kw_only=True)
 class CanvasProposal(Proposal):
-    """A proposal of this family. `values` are the best tokens, which closing makes final; at prompt positions (not
-    `available`) they are the prompt's. `R` rows with a denoised canvas, `C` positions, `V` tokens."""
+    """A proposal of this family. `values` are the best tokens, or the prompt's tokens at prompt positions (which are
+    not `available`). Shapes: `R` rows with a denoised canvas, `C` positions, `V` tokens."""
 
     logits: Tensor
     """[R, C, V]: the model's logits, before the temperature. The commit draws from them, and computes embeddings."""
@@ -67,7 +67,7 @@ class CanvasSampler(Sampler):
         encode_wait: number of steps that a row with a closed canvas may wait to be encoded together with other rows. It
             changes no row's result. 0 evaluates the fewest positions; higher values make fewer calls.
 
-    None follows the model's generation_config.json, or transformers' defaults: 48, 0.4, 0.8, 1, 0.005.
+    None is the value of the model's generation_config.json, or transformers' default: 48, 0.4, 0.8, 1, 0.005.
     """
 
     max_denoising_steps: int | None = None
@@ -121,7 +121,7 @@ class CanvasSampler(Sampler):
         """Build the calls: final tokens to encode, if any, then all open canvases that do not wait for encoding."""
         encoded_rows, rows = state.choose_rows()
         queries = [_build_encode_query(state, encoded_rows)] if len(encoded_rows) else []
-        # the step's canvases also attend to the tokens that this step encodes
+        # canvases also attend to the tokens that this step encodes
         visible = np.where(np.isin(np.arange(state.batch), encoded_rows), state.block_start, state.encoded)
         positions = state.positions(rows)
         is_first = not state.canvas_step[rows].any()
@@ -217,7 +217,7 @@ class CanvasSampler(Sampler):
         is_unchanged = (proposal.values == previous).all(1)
         tokens = proposal.values.cpu().numpy()
         entropy, is_unchanged = torch.stack((entropy, is_unchanged.double())).cpu().numpy()
-        if not math.isfinite(np.add.reduce(entropy)):  # a NaN or infinite logit makes it NaN
+        if not math.isfinite(np.add.reduce(entropy)):  # a NaN or infinite logit makes entropy NaN
             broken = rows[~np.isfinite(entropy)]
             raise NotFinite.at_steps(broken, state.row_step[broken])
 
@@ -313,7 +313,7 @@ class CanvasSampler(Sampler):
         # one product per row: each product reads all embeddings
         embeddings = [proposal.soften(piece) for piece in self._tempered_pieces(state, rows, logits, logits.shape[1])]
         soft = torch.stack(embeddings).to(state.canvas.device)
-        if state.has_given_tokens:  # otherwise the model's guess leaks into prompt positions
+        if state.has_prompt_in_canvas:  # no predictions may enter prompt positions
             soft = soft.masked_fill(~proposal.available[index.to(soft.device)].unsqueeze(-1), 0)
         return soft
 

@@ -1,4 +1,4 @@
-"""Any rule on canvases of noise: selected positions are kept, the others become noise."""
+"""Rules of masked samplers on canvases of noise: selected positions keep their tokens, all others become noise."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Canvas(CanvasSampler):
 
     Args:
         rule: a masked sampler or its name. Scores are those of the best tokens under the tempered distribution, from
-            which tokens for selected positions are drawn. A schedule (`low_confidence`) keeps the most confident
-            ceil(C k / N) of C positions at the k-th of N steps. Rules with memory, drafts, revisions or blocks are not
-            supported. If a request names a masked sampler on a model with canvases, that sampler becomes the rule.
+            which the tokens of selected positions are drawn. A rule with a schedule (`low_confidence`) keeps the
+            ceil(C k / N) most confident of C positions at step k of N. Rules with memory, drafts, revisions or blocks
+            are not supported. A masked sampler in a request becomes the rule on a model with canvases.
     """
 
     rule: Any = "threshold"

@@ -13,7 +13,7 @@ from paradec.samplers.renoising.base import CanvasSampler
 
 @dataclass(frozen=True)
 class DiffusionGemma(CanvasSampler):
-    """Keep as many positions of lowest entropy as the bound allows for the sum of their entropies without the largest.
+    """Sort positions by entropy; keep the longest prefix whose sum, without its largest entropy, is within the bound.
 
     With `rng="reference"` rows advance in lock step, and draw from one generator as transformers' `generate` does after
     `torch.manual_seed`; otherwise each row advances by itself. Unlike in transformers, prompts are not padded, the
@@ -22,7 +22,7 @@ class DiffusionGemma(CanvasSampler):
     Args:
         entropy_bound: in nats; None uses the value in the model's generation_config.json, or 0.1.
         max_denoising_steps, t_min, t_max, stability_threshold, confidence_threshold: as in transformers, see
-            `CanvasSampler`. early_stop=False turns early stops off, as None in transformers' `generate`.
+            `CanvasSampler`. (transformers stops no canvas early if either threshold is None; here early_stop=False.)
     """
 
     entropy_bound: float | None = None

@@ -46,7 +46,7 @@ def why_unsupported(rule: MaskedSampler) -> str | None:
 
 
 def check_rule(rule: MaskedSampler, user: str) -> MaskedSampler:
-    """Return the rule, or raise ValueError with the reason. user: the sampler that needs the rule."""
+    """Return the rule, or raise ValueError with the reason. user: name of the sampler that needs the rule."""
     why = why_unsupported(rule)
     if why is not None:
         raise ValueError(f"sampler {rule.name!r} cannot be the rule of sampler {user!r} on a canvas: {why}")

@@ -45,7 +45,7 @@ MODEL_SETTINGS = ("max_denoising_steps", "t_min", "t_max", "stability_threshold"
 
 
 def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attention_mask: Any) -> DenoisingState:
-    """Check a request, and make its state: prompts, and canvases over what is to fill. Raises ValueError, TypeError."""
+    """Check a request, and make its state. Raises ValueError or TypeError."""
     sampler.check_model(model)
     for name, why in UNSUPPORTED.items():
         value = getattr(request, name)
@@ -64,21 +64,21 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
             )
     defaults = model.denoising
     rule = rules.check_rule(sampler.rule_for(defaults), sampler.name)
-    # noise may still have these ids
+    # only proposals are suppressed; noise may have these ids
     suppressed = suppressed_ids(request, facts, facts.eos_token_ids if request.holes_eos_inf else ())
     check_int("logprobs", request.logprobs, low=0, high=facts.vocab_size, none=True)
     is_reference = request.rng == "reference"
     if is_reference and has_holes:
         raise ValueError("rng='reference' draws as transformers' generate does, which fills no holes: leave rng out")
-    # only first tokens: `make_seeds` rejects rows of unequal lengths, transformers does not
+    # only first tokens: unlike transformers, `make_seeds` rejects rows of unequal lengths
     generator, seeds = make_seeds(request, [row[:1] for row in rows] if is_reference else rows)
     token_rules, early_stops = split_stop_rules(request.stop)
     if early_stops:
         raise ValueError(f"stop={short_repr(request.stop)} ends a row within a block; a canvas closes as a whole")
     stop_rules = [*token_rules]
-    answers = answer_starts(rows, HOLE)
+    answer_start = answer_starts(rows, HOLE)
     if request.stop_strings:
-        stop_rules.append(StopStrings.from_request(request, model, answers, HOLE))
+        stop_rules.append(StopStrings.from_request(request, model, answer_start, HOLE))
     images = prompts.images or []
     reuse = _match_prefix(request, model, rows, images)
 
@@ -101,7 +101,8 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         check_steps(request.steps, counts, "canvases")
         steps = -(-request.steps // int(counts.max()))
     if request.eos_early_stop and facts.eos_token_ids:
-        stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, answers if has_holes else np.zeros_like(answers)))
+        first = answer_start if has_holes else np.zeros_like(answer_start)
+        stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, first))
     sizes = {"window": width, "hidden": model.hidden_size}
     state = DenoisingState(
         batch=len(rows),
@@ -117,7 +118,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         is_prompt=torch.as_tensor(is_prompt, device=device),
         starts=starts,
         prompt_length=np.array([row[0] for row in starts], np.int64),
-        answer_start=answers,
+        answer_start=answer_start,
         length=lengths_with_canvases,
         requested_end=requested_length,
         max_new_tokens=num_new,
@@ -159,8 +160,8 @@ def _find_canvas_starts(row: list[int], end: int, width: int) -> np.ndarray:
 def _match_prefix(
     request: Request, model: Any, rows: list[list[int]], images: list[Any]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Find the row of the request's prefix that each row reuses, and the number of reused tokens, both [B] int64. Reuse
-    of any number is exact: the encoder is causal. Raises ValueError for a prefix of another model, or for images."""
+    """Find the row of the request's prefix that each row reuses, and the number of reused tokens, both [B] int64. Any
+    number is exact, since the encoder is causal. Raises ValueError for a prefix of another model, or for images."""
     prefix, has_images = request.prefix, any(image is not None for image in images)
     if request.keep_prefix and has_images:
         raise ValueError("keep_prefix=True keeps only tokens, and the prompt has images: leave it out")

@@ -40,7 +40,7 @@ class DenoisingState(State):
     stability_rule: StabilityRule | None
     encode_wait: int
     canvas: Tensor
-    """[B, L] int64 ids: final tokens; in open canvases the best tokens of the last step, which closing makes final."""
+    """[B, L] int64 ids: final tokens; in open canvases the best tokens of the last step."""
     is_prompt: Tensor
     """[B, L] bool: prompt tokens."""
     starts: list[np.ndarray]
@@ -64,7 +64,7 @@ class DenoisingState(State):
     """[E] int64 ids that end an answer."""
     stop_rules: Sequence[StopRule] = ()
     images: list[Tensor | None] = field(default_factory=list)
-    """The embeddings at the image tokens of each row's prompt, [N, D]."""
+    """Per row, the embeddings [N, D] at the image tokens of the prompt, or None."""
     store: Any = None
 
     attention_state: ClassVar[None] = None
@@ -89,7 +89,7 @@ class DenoisingState(State):
         """[B] int64: completed steps of the row, in all canvases."""
         self.running = np.ones(batch, bool)
         self.converged = np.zeros(batch, bool)
-        """[B] bool: rows whose canvas has converged, and waits for all others (lock step)."""
+        """[B] bool: rows whose canvas has converged; in lock step it waits for the other rows' canvases."""
         self.decided = np.zeros(batch, np.int64)
         self.end = self.requested_end.copy()
         """[B] int64: the position after each row's last token; before `requested_end` where a stop rule ended it."""
@@ -98,7 +98,7 @@ class DenoisingState(State):
         """[B] int64: number of leading positions whose keys and values came from a prefix."""
         self.encoder_calls = np.zeros(batch, np.int64)
         self.denoising_calls = np.zeros(batch, np.int64)
-        """[B] int64 each: encodings and denoising steps of a row, except steps in which it only waits in lock step."""
+        """[B] int64 each: number of encodings and denoising steps of a row, without steps in which its canvas waits."""
         column = np.arange(self.canvas.shape[1])
         in_canvas = np.zeros(self.canvas.shape, bool)
         for row, starts in enumerate(self.starts):
@@ -107,8 +107,7 @@ class DenoisingState(State):
         is_prompt = self.is_prompt.cpu().numpy()
         self._final = ~in_canvas | (column >= self.length[:, None]) | is_prompt
         self.total = (~self._final).sum(1)
-        self.has_given_tokens = bool((in_canvas & is_prompt).any())
-        """Whether a canvas has prompt tokens."""
+        self.has_prompt_in_canvas = bool((in_canvas & is_prompt).any())
         self._open_noise(np.arange(batch))
 
     # ---- values ---------------------------------------------------------------------------------------------------
@@ -132,7 +131,7 @@ class DenoisingState(State):
 
     @property
     def rows(self) -> np.ndarray:  # type: ignore[override]
-        """[R] int64: rows of the next step; in lock step, ended rows are denoised too while any row runs."""
+        """[R] int64: rows of the next step. In lock step, these include ended rows while any row runs."""
         return np.arange(self.batch) if self.lock_step and self.running.any() else self.running.nonzero()[0]
 
     @property
@@ -152,7 +151,7 @@ class DenoisingState(State):
         """Return None: encoded tokens are always stored."""
 
     def draft_end(self) -> np.ndarray:
-        """[B] int64: end of each row's displayable tokens, with the draft of the open canvas after its first step."""
+        """[B] int64: end of each row's tokens to display, which include the open canvas's after its first step."""
         draft_end = np.where(self.canvas_step > 0, np.minimum(self.block_end, self.requested_end), self.block_start)
         return np.where(self.running, draft_end, self.end)
 
@@ -163,7 +162,7 @@ class DenoisingState(State):
         return [position for position in in_canvas if not is_prompt[position]]
 
     def choose_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows to encode at this step, and the rows whose canvas it denoises, which include the former."""
+        """Return the rows to encode at this step, and the rows to denoise, which include the rows to encode."""
         rows = self.rows
         needs_encoding = self.encoded[rows] < self.block_start[rows]
         ready = needs_encoding & (needs_encoding.all() or self.num_waits[rows].max(initial=0) >= self.encode_wait)
@@ -285,7 +284,7 @@ def anneal_temperature(fraction_left: Fraction, t_min: float, t_max: float) -> F
 
 
 FIRST_STREAM, NOISE_STREAM = 4, 5
-"""Random streams of a canvas's initial tokens, and of later noise (others: `paradec.core.rng`, `causal.state`)."""
+"""Random streams (`paradec.core.rng`) of a canvas's initial tokens and of later noise."""
 
 
 def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
@@ -307,5 +306,5 @@ class StabilityRule:
         check_number("confidence_threshold", self.entropy, low=0, open_low=True)
 
     def is_stable(self, unchanged: np.ndarray, entropy: np.ndarray) -> np.ndarray:
-        """[R] bool: rows whose canvas closes. unchanged: [R], steps with unchanged best tokens. entropy: [R], means."""
+        """Find rows whose canvas closes: [R] bool. unchanged: [R], steps with unchanged best tokens. entropy: [R]."""
         return (unchanged >= self.stability) & (entropy < self.entropy)

@@ -46,16 +46,16 @@ class DraftLogits(WindowLogits):
 
     drafts: list[DraftState]
     tree: bool = False
-    """Whether a row's drafts are in one row of the call."""
+    """Whether all drafts of a row are in one row of the call."""
 
 
 def build_queries(state: MaskedState, drafts: list[DraftState], counts: np.ndarray, tree: bool) -> list[WindowQuery]:
-    """Build one query per part of the cache's plan, or two if only some of its rows have several drafts. counts: [R]
-    int64, drafts of each row. tree: whether a row's drafts are in one row of the call."""
+    """Build one query per part of the cache's plan, or two if only some rows of the part have several drafts.
+    counts: [R] int64, drafts of each row. tree: whether all drafts of a row are in one row of the call."""
     queries: list[WindowQuery] = []
     for part in state.cache.plan(state):
         has_drafts = counts[part.index] > 1
-        # calls with drafts do not write to the store; calls of rows without drafts do, as with the base
+        # calls with drafts do not write to the store, so that rows without drafts need another call
         in_one_call = state.store is None and not tree and has_drafts.any()
         for selected in [has_drafts | True] if in_one_call else [~has_drafts, has_drafts]:
             if not selected.any():
@@ -74,8 +74,10 @@ def build_queries(state: MaskedState, drafts: list[DraftState], counts: np.ndarr
 def logits_by_draft(
     state: MaskedState, base: Any, outputs: list[Tensor], queries: list[WindowQuery], count: int
 ) -> tuple[Tensor, np.ndarray, np.ndarray]:
-    """Collect the drafts' logits [N, W, V], the index along N of draft k of each row [K, R] (of the last draft if a row
-    has fewer), and the number of drafts per row [R]. count: K."""
+    """Collect the logits of all drafts of all rows. count: K, the largest number of drafts of a row.
+
+    Returns the logits [N, W, V]; the index [K, R] int64 along N of draft k of each row, or of the row's last draft if
+    it has fewer; and the number of drafts of each row [R]."""
     num_rows = len(state.window.rows)
     pieces, indices, num_drafts = [], np.zeros((count, num_rows), np.int64), np.ones(num_rows, np.int64)
     total = 0
@@ -86,11 +88,11 @@ def logits_by_draft(
         num_drafts[window.index] = query_drafts
         max_drafts = query_drafts.max()
         if isinstance(window, DraftLogits) and window.tree:
-            logits = logits.unflatten(1, (max_drafts, -1)).flatten(0, 1)  # row by row
+            logits = logits.unflatten(1, (max_drafts, -1)).flatten(0, 1)  # all drafts of the first row come first
             offsets = np.arange(max_drafts)[:, None] + max_drafts * np.arange(len(query_drafts))
         else:
             is_draft = np.arange(max_drafts)[:, None] < query_drafts
-            offsets = is_draft.cumsum().reshape(is_draft.shape) - 1  # draft by draft
+            offsets = is_draft.cumsum().reshape(is_draft.shape) - 1  # the first drafts of all rows come first
         steps = np.minimum(np.arange(count)[:, None], query_drafts - 1)
         indices[:, window.index] = total + np.take_along_axis(offsets, steps, 0)
         pieces.append(logits)

@@ -1,7 +1,7 @@
 """FreeDave ("Free Draft-and-Verification", arXiv 2510.00294, and the public code's generation/core.py).
 
 The public code writes the tokens of a model call (forward) only after the next forward has verified them. Here the
-first of a forward's steps is committed at once. The results are equal, but rows without masks need no forward here.
+first step of a forward is committed at once. The results are equal, but a row needs no forward after its last mask.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def accept_drafts(
     num_drafts: [R] int64: number of evaluated drafts per row. mask: the mask id.
     subset: False accepts a draft that equals the base's step from the previous accepted draft; True accepts the
         furthest draft whose tokens are all in the base's step from an accepted draft.
-    Returns the number of accepted drafts [R] int64, and for each draft the accepted draft from whose step its successor
-        was judged [K, R] int64."""
+    Returns the number of accepted drafts [R] int64; and for each draft, the index of the accepted draft whose step was
+        compared with the next draft [K, R] int64."""
     count = len(drafts)
     depth, rows = np.arange(count)[:, None], np.arange(drafts.shape[1])
     judge_of_draft = np.broadcast_to(depth, (count, len(rows)))
@@ -138,7 +138,7 @@ class FreeDave(DraftingSampler):
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
         rows = state.window.rows
-        # at most as many drafts as the block has steps left: each step commits a token (unless `may_wait`), plans end
+        # a block has no more steps left than masks (each step commits a token unless `may_wait`) or planned steps
         num_drafts = np.full(len(rows), self.draft_steps)
         if not self.needs.may_wait:
             num_drafts = np.minimum(num_drafts, state.remaining[rows])
@@ -183,7 +183,7 @@ class FreeDave(DraftingSampler):
         drafts, written = arrays["drafts"], arrays["written"]
         subset = self.agreement == "subset"
         num_accepted, judge_of_draft = accept_drafts(drafts, written, proposal.num_drafts, state.facts.mask_id, subset)
-        # the window after each step: the accepted drafts, then the base's step from the last of them
+        # the window after each step: the accepted drafts, then the base's step from the last accepted draft
         depth = np.arange(len(steps))[:, None]
         windows = np.where((depth < num_accepted)[..., None], np.roll(drafts, -1, 0), written)
         changed = windows != np.concatenate((drafts[:1], windows[:-1]))

@@ -20,7 +20,7 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedState, finish_ste
 from paradec.samplers.masked.view import StepDecision
 
 TOKENS, CONFIDENCE, OPEN = "ahead_tokens", "ahead_confidence", "ahead_open"
-"""Memory names, each [B, window]: candidates of the last best branch, their confidence, and its undecided positions."""
+"""Names of memory tensors [B, window]: candidates of the last best branch, their confidence, undecided positions."""
 
 
 @dataclass(kw_only=True)
@@ -35,13 +35,13 @@ class LoPA(DraftingSampler):
     A branch is a copy of the row with one additional token. Tokens may differ from the base's.
 
     A step evaluates the row and `branches` branches, as separate rows with the same keys and values. Their additional
-    tokens are the last step's candidates at the most confident positions that this step left undecided in the open
-    blocks; the first branch gets the most confident of them, and so on. A branch's score is alpha * (confidence
-    of its token; 1 for the row itself) + (1 - alpha) * (mean confidence of the least confident share `tail` of its
-    undecided positions; 1 without any). The branch with the highest score replaces the row, and the base decides from
-    its logits. Among equal scores, the branch with the most confident token wins; the row itself comes last, as in the
-    public code. A block's first step has no branches. With a cache, the first step after the first open block was
-    filled has no branches either.
+    tokens are the previous step's candidates at the most confident positions that the previous step left undecided in
+    the open blocks; the first branch gets the most confident of these tokens, and so on. A branch's score is alpha * c
+    + (1 - alpha) * m. c is the confidence of its additional token, or 1 for the row itself. m is the mean confidence of
+    the least confident share `tail` of its undecided positions, or 1 if it has none. The branch with the highest score
+    replaces the row, and the base decides from its logits. Among equal scores, the branch with the most confident token
+    wins; the row itself comes last, as in the public code. A block's first step has no branches. With a cache, the
+    first step after the first open block was filled has no branches either.
 
     Args:
         base: the sampler whose steps are run: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule,
@@ -163,7 +163,7 @@ class LoPA(DraftingSampler):
         for name in self.base.memory():
             state.memory.write(name, rows, pick_step([step.memory[name] for step in steps], best))
         if self.branches:
-            for name, values in (  # the next branches read them
+            for name, values in (  # for the branches of the next step
                 (TOKENS, [step.proposal.values for step in steps]),
                 (CONFIDENCE, [step.proposal.quantities[self.confidence] for step in steps]),
                 (OPEN, [state.window.undecided(written, state.mask_id)]),

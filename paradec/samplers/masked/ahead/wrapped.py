@@ -59,12 +59,12 @@ class DraftingSampler(MaskedSampler):
     base: Any = "threshold"
 
     needs = Needs(multi_step=True)
-    # "rng": one stream of numbers does not serve several drafts; controls read final tokens, which differ by draft
+    # one stream of numbers ("rng") cannot serve several drafts; token controls read tokens, which differ by draft
     unsupported = (*MaskedSampler.unsupported, "rng", *CONTROLS)
 
     def _adopt(self, base: MaskedSampler, why: str | None, **changes: Any) -> None:
-        """Set `base`, and `needs` as the base's with `changes`. Raises ValueError for an unfit base, or with the reason
-        `why` if it is not None."""
+        """Set `base`, and `needs` to the base's needs with `changes`. Raises ValueError for an unsupported base; `why`
+        is the subclass's reason against the base, or None."""
         if (why := why_not_a_base(base) or why) is not None:
             raise ValueError(f"base={base.name!r} does not work with sampler {self.name!r}: {why}")
         names = ("reads", "score", "score_from", "decided_logits")
@@ -191,7 +191,7 @@ def base_sampler(base: Any) -> MaskedSampler:
 
 
 def pick_step(tensors: list[Tensor], step_index: Tensor) -> Tensor:
-    """Select each row's entry from tensor number `step_index` [R] of `tensors`, which are [R, ...] each: [R, ...]."""
+    """Select row r from `tensors[step_index[r]]`, for each row r: [R, ...]. tensors: [R, ...] each. step_index: [R]."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.stack(tensors)[step_index, torch.arange(len(step_index), device=step_index.device)]

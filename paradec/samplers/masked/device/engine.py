@@ -48,12 +48,11 @@ class DeviceEngine:
         self.store: Any = None
         self.logprobs: LogProbs | None = None
         self.blocks = zeros(self.batch, layout.max_blocks, 3)
-        """[B, K, 3]: start, end and number of undecided positions of each row's blocks that have some."""
-        # with an extra column: values to discard are written into the first row's extra entry
+        """[B, K, 3]: start, end and number of undecided positions of each row's blocks that are not full."""
         self.canvas = zeros(self.batch, self.columns + 1)
-        """[B, L + 1] int64."""
+        """[B, L + 1] int64. Values to discard are written into the first row's extra entry."""
         self._row_fields = zeros(6, self.batch)
-        # [B] each; end tokens count from `answer_start` on
+        # [B] each; only end tokens from `answer_start` on end a row
         self.block_count, self.length, self.requested_end, self.end, self.answer_start, steps = self._row_fields
         self.steps_per_block = None if self.request.steps is None else steps
         self.counts = zeros(4, self.batch)
@@ -70,11 +69,11 @@ class DeviceEngine:
             self.remaining,
         ) = self._progress
         self.failed = zeros(self.batch)
-        """[B]: the step with NaN or infinite logits of a row, else -1."""
+        """[B]: number of the row's step that had NaN or infinite logits, or -1."""
         self.stopped, self.running, self.stuck = torch.zeros((3, self.batch), dtype=torch.bool, device=device)
         """[B] bool each. A row is stuck if a step that must commit a token committed none."""
         self.live = torch.ones((), dtype=torch.bool, device=device)
-        """If False, steps change no row: for the warm-up and capture of graphs."""
+        """Whether steps change rows; False in the warm-up and capture of graphs."""
         self.flags = zeros(4)
         """Set by `_update_flags`, read by the host."""
         self.features: dict[str, Any] = {}  # no feature changes a device step
@@ -156,8 +155,9 @@ class DeviceEngine:
     # ---- on the host ------------------------------------------------------------------------------------------------
 
     def run(self, poll_every: int) -> None:
+        """Decode all rows, reading `flags` every `poll_every` steps. Raises NotFinite, or RuntimeError if stuck."""
         while True:
-            num_full, num_window, widest, has_failed = self.flags.tolist()  # the one wait for the device
+            num_full, num_window, widest, has_failed = self.flags.tolist()  # waits for the device
             if has_failed:
                 failed = self.failed.cpu().numpy()
                 if len(rows := np.flatnonzero(failed >= 0)):
@@ -208,7 +208,7 @@ class DeviceEngine:
         state.stopped[selected] = host[3] > 0
         counts[:, selected] = self.counts[:, index].cpu().numpy()
         state.add_counts(counts)
-        self.counts.index_fill_(1, index, 0)  # the state has these counts now
+        self.counts.index_fill_(1, index, 0)  # they were added to the state
         state.commits = max(state.commits, int(host[1].max()))
         state.finish(selected[host[4] == 0])
         if rows is None:
@@ -222,7 +222,7 @@ class DeviceEngine:
     # ---- one step ---------------------------------------------------------------------------------------------------
 
     def step(self, kind: str, count: int, width: int) -> None:
-        """Run one step in the phase `kind` on n = `count` rows, over `width` columns each; others are unchanged."""
+        """Run one step in the phase `kind` ("full" or "window") on n = `count` rows, over `width` columns of each."""
         in_phase = self.running & self.live
         if self.cache.facts.uses_store:
             is_first_step = self.block_step == 0
@@ -316,12 +316,12 @@ class DeviceEngine:
             query.store = StoreCall(rows, slots, None, self.columns)
             if len(rows) == self.batch:  # all rows, in order
                 query.store.index = np.arange(self.batch)
-                # the first step of a request has all rows, and fills every slot if rows are as long as the canvas
+                # a request's first step evaluates all rows; it fills every slot if rows are as long as the canvas
                 query.forwarded = np.full(self.batch, self.columns if self.layout.rows_fill_canvas else 0)
         return query, stop - start
 
     def _end_rows(self, rows: Tensor, active: Tensor, window: Any, valid: Tensor, written: Tensor) -> Tensor:
-        """End rows as `EndOfText` does; return which: [n] bool. written: [n, W], the window's tokens after the step."""
+        """End rows as `EndOfText` does; return which rows ended [n] bool. written: [n, W], tokens after the step."""
         is_answer = window.positions >= self.answer_start[rows].unsqueeze(1)
         is_end = (written.unsqueeze(-1) == self.ends).any(-1) & valid & is_answer
         column = (is_end | (written == self.mask_id)).int().argmax(1, keepdim=True)  # the first end token or mask

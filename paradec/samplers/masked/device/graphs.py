@@ -87,7 +87,7 @@ class StepLayout:
 
 
 SIZES = ("columns", "max_block_length", "max_blocks", "longest_plan")
-"""Fields of a layout that may exceed the needs of a row."""
+"""Fields of a layout that may be larger than a row needs."""
 
 
 def block_table(state: MaskedState) -> tuple[np.ndarray, np.ndarray]:
@@ -116,8 +116,8 @@ def capture_graph(engine: Any, step: Callable[[], None]) -> Callable[[], None]:
     device = engine.device
     current_stream, warmup_stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     if engine.pool is None:
-        # graphs of one engine never overlap and pass no tensors to each other, so that they can share memory; they also
-        # share a stream, other than the warm-up's, so that cuBLAS's workspace is in this memory too
+        # graphs of one engine never overlap and pass no tensors to each other, so that they can share memory. They also
+        # share a stream, which is not the warm-up's, so that cuBLAS's workspace is in this memory, too.
         engine.pool, engine.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     warmup_stream.wait_stream(current_stream)
     with torch.cuda.stream(warmup_stream):

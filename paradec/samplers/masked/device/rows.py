@@ -21,8 +21,8 @@ from paradec.samplers.masked.state import MaskedState
 
 
 class DeviceRows:
-    """The slots of a group on the device: at most `slots` rows of one sampler and model. state: the first row, before
-    its first step; `device_step.why_unsupported` must accept it. capture: as in `decode`."""
+    """The slots of a group on the device: `slots` rows of one sampler and model. state: the first row, before its first
+    step; `device.step.why_unsupported` must accept this state. capture: whether to replay CUDA graphs."""
 
     def __init__(self, sampler: Any, model: Any, state: MaskedState, slots: int, capture: bool = True):
         self.sampler, self.model, self.capture = sampler, model, capture

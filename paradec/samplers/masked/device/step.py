@@ -133,7 +133,7 @@ def clear_graphs(model: Any) -> int:
 
 
 def fingerprint(model: Any) -> tuple[Any, ...]:
-    """Return the addresses of the weights, and the attention, which are fixed in a captured forward."""
+    """Return the values that are fixed in a captured forward: the weights' addresses, and the attention."""
     module = model.module
     tensors = (*module.parameters(), *module.buffers())
     addresses = tuple((_read_address(tensor), tensor.dtype, tensor.shape) for tensor in tensors)
@@ -150,7 +150,7 @@ def _read_address(tensor: Tensor) -> int:
 def device_loop(
     sampler: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool = False
 ) -> Callable[..., Any]:
-    """Choose the loop of a request with `compile=True`: on the device, or `protocol.decode` with one warning."""
+    """Choose the loop of a request with `compile=True`: `decode`, or `protocol.decode` with one warning."""
     reason = why_unsupported(sampler, model, state)
     observers = {"a callback": callback, "a streamer": streamer, "a trace": state.trace, "a bar": progress or None}
     for name, observer in observers.items():

@@ -96,7 +96,7 @@ class CCD(LowConfidence):
         return self._average(logits, stage), updates
 
     def _average(self, logits: Tensor, stage: Stage) -> Tensor:
-        """Replace logits [R, W, V] by log averages at undecided positions in the E buffer entries of earlier steps."""
+        """Replace logits [R, W, V] by log averages at undecided positions in earlier buffers, of E entries in all."""
         earlier = torch.cat([stage.memory[name] for name in self._ages], 1)  # [R, E, V]
         earlier_columns = stage.memory["columns"].flatten(1)  # [R, E]
         window = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)

@@ -38,8 +38,7 @@ class Combination(MaskedSampler):
     The logits stages of `stages` and then of the rules run one after the other; every rule then reads the final logits.
     Each rule has its own score, quota and memory. `remember` of each rule gets the combined selection. A commit's
     confidence is the first rule's score. If several rules cut a row off (Learn2PD's end-of-text prediction), the
-    earliest cut counts. Not supported: rules that differ in `score_from`, override the step (drafts), or take tokens
-    back.
+    earliest cut counts. Not supported: rules with different `score_from`, and rules that draft or take tokens back.
     """
 
     rules: tuple[Any, ...] = ()
@@ -151,7 +150,7 @@ class Combination(MaskedSampler):
         return notes
 
     def rule_labels(self, names: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
-        """Label selected positions for a trace. names: the rules that selected each (row of the view, column)."""
+        """Label selected positions for a trace. Keys are (row of the view, column). names: rules that select each."""
         return {position: " and ".join(rules) for position, rules in names.items()}
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
@@ -179,7 +178,7 @@ class Combination(MaskedSampler):
 @dataclass(frozen=True)
 class Union(Combination):
     """Commit positions that at least one of the rules would commit. A sampler name such as "credit+localleap" makes a
-    union. A step commits nothing only if all rules do so and their schedules allow it (Dream's time grid)."""
+    union. A step may commit nothing only if every rule's schedule allows that, as Dream's time grid does."""
 
     rules: tuple[Any, ...] = ("credit", "localleap")
 
@@ -195,8 +194,8 @@ class Union(Combination):
 
 @dataclass(frozen=True)
 class Intersection(Combination):
-    """Commit positions that all rules would commit. If no position is such, commit the first rule's best one. Rules
-    whose steps may commit nothing are not supported: an intersection would break their schedule."""
+    """Commit positions that all rules would commit; if there is none, the first rule's best position. Rules whose steps
+    may commit nothing are not supported: an intersection would break their schedule."""
 
     rules: tuple[Any, ...] = ("threshold", "entropy_threshold")
 
@@ -222,7 +221,7 @@ class Intersection(Combination):
 
 
 def _prefix_names(parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the entries of several members, and put the member's index before each name."""
+    """Merge the entries of several members. A name gets the prefix of its member's index."""
     return {f"{index}.{name}": value for index, part in parts.items() for name, value in part.items()}
 
 

@@ -26,7 +26,7 @@ class DreamSampler(MaskedSampler):
             None or 0 commits the highest scores.
         eps: end of the time grid.
 
-    The share is taken of each row's masked positions; the public code takes it of the batch's mean. Early steps may
+    The share is that of each row's masked positions; in the public code, of the batch's mean number. Early steps may
     commit nothing, since the number is rounded down; `steps` bounds the number of steps.
     """
 

@@ -77,7 +77,7 @@ KINDS = {"block": BlockFilter, "features": FeatureFilter}
 
 @dataclass(frozen=True)
 class FilterFacts:
-    """Training data and quality of a filter. kind: "block" or "features". caches: those used for the training steps.
+    """Training data and quality of a filter. kind: "block" or "features". caches: names of the caches in training.
     held_out: quality on held-out prompts at `threshold`. paradec: version of paradec that trained the filter."""
 
     kind: str
@@ -187,9 +187,9 @@ def _load(path: str, modified: int, device: str) -> Filter:
     network = facts.network().double()
     try:
         with safe_open(path, framework="pt") as file:
-            codes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
-            check_dtypes(path, {name: DTYPES.get(code, code) for name, code in codes.items()})
-            network.load_state_dict({name: file.get_tensor(name) for name in codes})
+            dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+            check_dtypes(path, {name: DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()})
+            network.load_state_dict({name: file.get_tensor(name) for name in dtypes})
     except RuntimeError as error:
         reason = str(error).split("\n")[1].strip() if "\n" in str(error) else str(error)
         message = f"filter={os.fspath(path)!r} has other weights than a {facts.kind!r} filter: {reason}"

@@ -22,15 +22,15 @@ from paradec.samplers.statistics import top_by_rank
 
 @dataclass(frozen=True)
 class Levenshtein(MaskedSampler):
-    """Every step fills masks with confidence > threshold, at least one more than the block has inserted masks. It also
+    """Every step fills masks with confidence > threshold, and at least one mask more than splits have added. It also
     replaces each decided token (prompt tokens excepted) by the best token, if this has confidence > editing_threshold.
     The model may also predict that a position is deleted, or that a mask is inserted before it (a split). Then the
     tokens after this position move, up to the next prompt position. A block keeps its length: deletions add masks at
     its end, and tokens that splits push over its end are lost. The block closes when a step would change nothing, or
     after `max_post_steps` further steps once its initial masks are filled.
 
-    If the block's tokens are the same as before an earlier step, the least confident change gets a token that its
-    position has not had yet. A block of B positions needs at most B + max_post_steps + 1 steps.
+    If the block has the same tokens as before an earlier step, the least confident change gets a token that was not yet
+    written at its position. A block of B positions needs at most B + max_post_steps + 1 steps.
 
     Args:
         threshold: confidence that fills a mask, in [0, 1].
@@ -133,7 +133,7 @@ class Levenshtein(MaskedSampler):
         is_past = torch.arange(memory["seen"].shape[1]) < memory["step"].unsqueeze(1)
         is_repeated = ((memory["seen"] == text.unsqueeze(1)).all(2) & is_past).any(1) & ~is_last
         changes = writes & (tokens != current)
-        if is_repeated.any():  # the least confident change gets a token that is new at its position
+        if is_repeated.any():
             changes &= is_repeated.unsqueeze(1)
             rows = changes.any(1).nonzero()[:, 0]
             column = torch.where(changes, confidence.double(), torch.inf).argmin(1)[rows]
@@ -167,7 +167,7 @@ class Levenshtein(MaskedSampler):
 
 
 def _best_allowed(tokens: Tensor, p: Tensor, excluded: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Select the first token that is not excluded [R, W], and its p, from tokens [R, W, K] in descending order of p."""
+    """Select the first token that is not excluded, and its p: [R, W] each. tokens, p: [R, W, K], by descending p."""
     allowed = torch.stack([tokens != token for token in excluded]).all(0)
     index = allowed.long().argmax(-1, keepdim=True)
     return tokens.gather(-1, index).squeeze(-1), p.gather(-1, index).squeeze(-1)
@@ -176,8 +176,8 @@ def _best_allowed(tokens: Tensor, p: Tensor, excluded: tuple[int, ...]) -> tuple
 def _move_text(
     text: Tensor, current: Tensor, original: Tensor, free: Tensor, writes: Tensor, delete: int, split: int, mask_id: int
 ) -> tuple[Tensor, Tensor]:
-    """Apply deletions and splits; return the new text and the positions of initial masks, both [R, W]. `free` positions
-    may change; each run of them keeps its length. A deleted token is removed; a split one gets a mask before it."""
+    """Apply deletions and splits; return the new tokens, and which of them were initial masks, both [R, W]. Only `free`
+    positions change, and each run of free positions keeps its length. A split inserts a mask before its token."""
     is_deleted, is_split = writes & (text == delete), writes & (text == split)
     column = torch.arange(text.shape[1]).expand_as(text)
     begin = torch.where(free, -1, column).cummax(1).values + 1

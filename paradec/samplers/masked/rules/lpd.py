@@ -29,8 +29,8 @@ class LPD(InOrder):
         groups: number of groups, or a list of their sizes. None is the request's `steps`; without `steps`, 20 for 256
             cells and 48 for 1024 cells as published, else 1.25 sqrt(cells). For a number, sizes are the published ones
             or scaled from these (`paradec.core.orders.group_sizes`). A list is scaled if the prompt contains cells.
-        repulsion: Chebyshev distance that the cells of a group exceed, as long as there are undecided cells near
-            decided ones to choose from; None is the published value, 2 below 1024 cells, else 4.
+        repulsion: Chebyshev distance that the cells of a group exceed, as long as undecided cells near decided cells
+            are left. None is the published value: 2 below 1024 cells, else 4.
         proximity: an undecided cell is near decided ones if its nearness (`lpd_order`) is at least this.
         height, width: cells of the image; both or neither. The default is the squarest image that fits the answer.
 
@@ -60,17 +60,17 @@ class LPD(InOrder):
         super().check(facts, blocks, cache, longest)
         cells = longest if self.height is None or self.width is None else self.height * self.width
         if isinstance(self.groups, tuple) and sum(self.groups) != cells:
-            groups = f"groups={short_repr(self.groups)} add up to {sum(self.groups)}"
-            raise ValueError(f"{groups}; the picture has {cells} cells")
+            total = f"groups={short_repr(self.groups)} add up to {sum(self.groups)}"
+            raise ValueError(f"{total}; the picture has {cells} cells")
 
     def sizes(self, state: MaskedState, row: int, masks: int) -> tuple[int, ...]:
         """Compute the group sizes of a row with `masks` masks."""
         if isinstance(self.groups, tuple):
             return self.groups if sum(self.groups) == masks else scale_sizes(self.groups, masks)
-        groups = self.groups if isinstance(self.groups, int) else None
-        if groups is None and state.steps_per_block is not None:
-            groups = int(state.steps_per_block[row])
-        return group_sizes(masks, None if groups is None else min(groups, masks))
+        num_groups = self.groups if isinstance(self.groups, int) else None
+        if num_groups is None and state.steps_per_block is not None:
+            num_groups = int(state.steps_per_block[row])
+        return group_sizes(masks, None if num_groups is None else min(num_groups, masks))
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         """Return the next group's size; for the last group, the number of remaining positions: [R] int64."""

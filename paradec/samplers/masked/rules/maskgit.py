@@ -152,9 +152,9 @@ def noisy_scores(view: View) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def counts(schedule: str, masks: int, steps: int) -> tuple[int, ...]:
-    """Divide `masks` positions into `steps` <= masks counts of at least 1. Where the schedule has 0, the count is 1;
-    with "cosine", "arccos" and "linear" the next counts are reduced. With "power" only the last count is reduced, as in
-    the public code; if nothing is left for it (there a negative count), the largest counts are reduced as well."""
+    """Divide `masks` positions into `steps` <= masks counts of at least 1. Where the schedule gives 0, the count is 1,
+    and other counts shrink: with "cosine", "arccos" and "linear" the next counts; with "power" the last count, as in
+    the public code, and the largest counts where the last one would be less than 1."""
     ratio = (np.arange(steps) + 1) / steps
     masks_left = {
         "cosine": np.cos(math.pi / 2 * ratio),

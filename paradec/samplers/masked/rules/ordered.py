@@ -66,8 +66,8 @@ def group_by_size(
     state: MaskedState, height: int | None, width: int | None
 ) -> Iterator[tuple[np.ndarray, int, int, np.ndarray]]:
     """Group the images of the running rows by size. Yields, for each size, the indices [N] of the window's rows, height
-    and width in cells, and the first cells' positions [N]. An image is the end of a row: `height` x `width` cells, or
-    the squarest image that fits the row's answer; the last cells of the latter may lie beyond the row."""
+    and width in cells, and the first cells' positions [N]. An image is the last `height` * `width` positions of a row;
+    without these settings, the squarest image for the answer, whose last cells may lie beyond the row."""
     rows = state.window.rows
     cells = state.length[rows] - state.prompt_length[rows]
     if height is not None and width is not None:

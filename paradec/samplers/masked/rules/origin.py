@@ -18,8 +18,8 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class Origin(MaskedSampler):
-    """Commit each masked position with probability 1 - s/t, where t and the next s are neighbours in the time grid
-    linspace(1, eps, steps + 1); the last step commits all remaining positions. Positions are random even at temperature
+    """Commit each masked position with probability 1 - s/t. t and the next s are neighbours in the time grid
+    linspace(1, eps, steps + 1). The last step commits all remaining positions. Positions are random even at temperature
     0. A step may commit nothing; `steps` bounds the number of steps.
 
     Args:
@@ -66,7 +66,7 @@ class Origin(MaskedSampler):
     def position_noise(self, state: MaskedState, generator: torch.Generator | None) -> Tensor:
         if generator is not None and state.request.temperature > 0:
             assert state.generator is not None
-            generator = state.generator.clone_state()  # in its state before this step's draws of tokens
+            generator = state.generator.clone_state()  # as it was before this step's tokens were drawn
         return super().position_noise(state, generator)
 
     def select(self, view: View) -> Tensor:

@@ -22,8 +22,8 @@ class Persistence(LowConfidence):
     Args:
         threshold: confidence at which a token is committed outside of the schedule, in [0, 1].
         persist: required number of consecutive steps with the same best token, at least 1.
-        end_threshold: confidence that an end token needs, in [0, 1]. If all positions are end tokens below it, the best
-            position becomes final anyway.
+        end_threshold: confidence that an end token needs, in [0, 1]. If every candidate is an end token below this, the
+            best position becomes final anyway.
 
     The model's best token counts, even if another token is drawn at temperature > 0. A position that a cache does not
     evaluate in a step keeps its count. `steps` bounds the model calls only with end_threshold=0, since end tokens below

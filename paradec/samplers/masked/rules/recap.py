@@ -24,9 +24,9 @@ from paradec.samplers.masked.rules.ordered import check_grid
 @dataclass(frozen=True)
 class Recap(MaskGIT):
     """`maskgit` in groups of steps: a full step, then `local_steps` local steps. The full step evaluates all positions
-    and ranks the undecided ones as `maskgit` does. If all steps of the group commit n positions, the best n are the
-    group's targets. The full step commits the first of them, and each local step commits the next ones in this order.
-    The tokens of local steps are drawn from logits that depend on the group's earlier tokens.
+    and ranks the undecided ones as `maskgit` does. The group's targets are the best n positions, where n is the number
+    that the group's steps commit together. The full step commits the first targets in this order, and each local step
+    the next targets. The tokens of local steps are drawn from logits that depend on the group's earlier tokens.
 
     With `cache="recap"`, local steps evaluate only the targets, with the keys and values of the full step. With another
     cache, or none, the targets are the same and the logits of local steps are exact.
@@ -41,7 +41,7 @@ class Recap(MaskGIT):
             noise falls from group to group, the temperature from step to step. A local step has the guidance scale of
             the previous step, as in the public code.
 
-    Set `steps` (16 to 32) and `temperature=1`. For l > 1, the public code advances twice, so that it loses or repeats
+    Set `steps` (16 to 32) and `temperature=1`. For l > 1, the public code advances twice, which loses or repeats some
     tokens, and its last counts can be negative. Here groups are as described, and counts are at least 1.
     """
 

@@ -60,7 +60,7 @@ def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tens
 
 
 def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """Bound the steps of the rows' open blocks: [R] int64. For methods with `Needs.moves`, all positions are masks."""
+    """Return the maximum steps of the rows' open blocks: [R] int64. With `Needs.moves`, all positions are masks."""
     masks = state.masks_at_open[rows]
     if sampler.needs.moves:  # these methods need blocks of one length
         masks = np.full_like(masks, state.blocks.length)  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.nd
 
 
 def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """Count the masks that this step must fill so that later steps, with one mask each, can fill the block: [R] int64.
+    """Count the masks that this step must fill so that later steps can fill the block with one mask each: [R] int64.
     For methods with `Needs.moves`, only the last step must fill masks."""
     steps_left: np.ndarray = max_block_steps(sampler, state, rows) - state.block_step[rows] - 1
     if sampler.needs.moves:
@@ -79,8 +79,8 @@ def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray
 def stable_tokens(
     sampler: Any, state: MaskedState, rows: np.ndarray, arrays: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """Return which rows [R] hold their block open, and the window's tokens [R, W] for stop rules. In blocks that stay
-    open, this step's tokens (with `ends_with_block`, all tokens) are masks. arrays: the step's, from `to_host`."""
+    """Return which rows [R] hold their full block open, and the window's tokens [R, W] for stop rules. In blocks that
+    stay open, masks replace this step's tokens (with `ends_with_block`, all tokens). arrays: from `to_host`."""
     holds_block = arrays.get("hold_block")
     closes = state.remaining[rows] <= 0
     if holds_block is not None:

@@ -192,7 +192,7 @@ class S2D2(MaskedSampler):
     def read_candidates(
         self, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute tokens [R, W]; quantities are the positions to "write", and the new memory."""
+        """Compute tokens [R, W]; also quantities: "confidence", "write" (positions to commit), and the new memory."""
         window, index = state.window, torch.as_tensor(query.window.index)
         positions = window.positions[index]
         masks = window.undecided(window.read(state.canvas), state.mask_id)[index]
@@ -261,7 +261,7 @@ class S2D2(MaskedSampler):
         return tokens, {"confidence": confidence, "write": write, "drafts": drafts, "draft_p": draft_p, **updates}
 
     def _fill(self, state: Any, p: Tensor, masks: Tensor, decided: Tensor, step: Tensor) -> Tensor:
-        """Choose positions to commit [R, W] bool: `decided`, and if they are too few for the schedule other masks."""
+        """Choose positions to commit [R, W] bool: `decided`, and other masks if these are too few for the schedule."""
         block = state.facts.block_length
         steps = block if self.block_steps is None else min(self.block_steps, block)
         num_required = block // steps + (step < block % steps).long()
@@ -290,8 +290,8 @@ def _block_bounds(state: MaskedState, rows: np.ndarray) -> tuple[Tensor, Tensor]
 
 
 def _visible_before(state: Any, positions: Tensor, causal: bool, block_start: Tensor) -> Tensor:
-    """Compute which column (dim 1), at `positions` [R, Q], attends to which (dim 2): [R, Q, Q] bool. All are causal; if
-    `causal` is False, positions before `block_start` [R, 1] also attend to all of their own block."""
+    """Compute whether a column (dim 1) attends to another (dim 2): [R, Q, Q] bool. positions: [R, Q], of the columns.
+    Attention is causal, but if `causal` is False, positions before `block_start` [R, 1] also see their whole block."""
     visible = positions.unsqueeze(2) >= positions.unsqueeze(1)
     if causal:
         return visible

@@ -26,8 +26,8 @@ class Threshold(MaskedSampler):
         quota_per_step: "none" is the paper's rule, without `steps`. "carry" is the rule of Fast-dLLM's code for Dream
             without cache: at most masks // steps positions per step, plus the unused part of earlier steps. "least" is
             the rule of LLaDA2.0's and SDAR's code: at least the best n // steps positions (one more in the first n %
-            steps steps), where n is the number of masks in the block, but on a block-causal model the block length,
-            even if the prompt ends inside the block. Without `steps`, "carry" and "least" commit one per step.
+            steps steps). n is the number of masks in the block; on a block-causal model it is the block length, even if
+            the prompt ends inside the block. Without `steps`, the number per step is 1 for "carry" and "least".
 
     Preset "llada2.0" has the threshold of LLaDA2.0's code, for 32 steps in blocks of 32. (This code commits only
     positions above the threshold. At temperature > 0, its confidence is the probability under the filtered distribution
@@ -63,9 +63,9 @@ class Threshold(MaskedSampler):
         if self.quota_per_step == "least":
             if state.steps_per_block is None:
                 return planned * 0 + 1
-            length = masks = state.masks_at_open[rows]
+            length = state.masks_at_open[rows]
             if state.facts.topology == "block_causal" and state.request.blocks is None:
-                length = masks * 0 + (state.request.block_length or state.facts.block_length)
+                length = length * 0 + (state.request.block_length or state.facts.block_length)
             return linear(length, state.block_step[rows], planned).clip(1)
         # after the planned steps, only the unused part of earlier steps remains
         return np.where(state.block_step[rows] < planned, state.masks_at_open[rows] // planned, 0)
@@ -88,7 +88,7 @@ class Threshold(MaskedSampler):
 
 
 def select_at_least(view: View, selected: Tensor, least: Any) -> Tensor:
-    """Return `selected` [R, W] for rows with at least `least` positions ([R] or a number), else the best `least`."""
+    """Keep `selected` [R, W] in rows where it has `least` ([R] or a number) positions; else select the best `least`."""
     least = torch.as_tensor(least, device=selected.device)
     enough = selected.sum(1) >= least
     return torch.where(enough.unsqueeze(1), selected, view.top(view.scores, least.expand(len(selected))))

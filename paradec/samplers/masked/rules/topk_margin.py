@@ -9,7 +9,7 @@ from paradec.samplers.masked.rules.dream import DreamSampler
 
 @dataclass(frozen=True)
 class TopKMargin(DreamSampler):
-    """Score a position by the difference of the two largest probabilities of the distribution of its token draw."""
+    """Score a position by the margin between the two best tokens of the distribution that tokens are drawn from."""
 
     name = "topk_margin"
     summary = "the most confident tokens by top-2 margin, on Dream's time grid"

@@ -22,8 +22,8 @@ class Wino(MaskedSampler):
     """Per row, commit every masked position of the block with confidence > threshold (tau_1), and always the best one.
     Then take back decided positions of the block whose token has a probability < threshold_back (tau_2) at the shadow.
 
-    The shadow of a position is a mask with the same position id. It sees all tokens but the one at this position, so
-    that it cannot copy this token. Every position of the block has a shadow. Only shadows see shadows.
+    The shadow of a position is a further mask with the same position id. It sees all tokens except the token at this
+    position, so that it cannot copy this token. Every position of the block has a shadow. Only shadows see shadows.
 
     Args:
         threshold: tau_1, in [0, 1].
