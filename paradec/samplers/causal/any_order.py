@@ -2,13 +2,13 @@
 
 One call of such a model predicts every position from the positions decided before it
 (`paradec.models.base.Model.any_order`). The rank of a position is its index in the row's order. A chain of drafts runs
-along the ranks. With fixed noise, decoding one position at a time is a fixed point that Jacobi steps reach in a few
-calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629). With verification, the model itself makes
-the drafts (any-subset models, arXiv 2504.20456).
+along the ranks. With fixed noise, the tokens of one-by-one decoding are a fixed point that Jacobi steps reach in a few
+calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629). With random verification (any-subset
+models, arXiv 2504.20456), the model drafts for itself.
 
-This module is the state; the loop is `paradec.samplers.causal.loop`. `committed` and slots count ranks; everything else
-counts positions of the canvas. Prompt tokens have the lowest ranks. Every step predicts all undecided positions, and
-the next drafts are drawn from these predictions. So the first step has no drafts.
+This module has the state; the loop is `paradec.samplers.causal.loop`. `committed` and slots count ranks; everything
+else counts positions of the canvas. Prompt tokens have the lowest ranks. Every step predicts all undecided positions,
+and the next drafts are drawn from these predictions. So the first step has no drafts.
 
 Shapes: `R` rows, `W` slots, at least as many as a row has positions.
 """
@@ -55,10 +55,10 @@ def check(sampler: Any, model: Any) -> None:
 def start(
     sampler: Any, model: Any, encoded: Prompts, request: Request, *arguments: Any, state_type: Any = None
 ) -> OrderedState:
-    """Make the state of a request whose prompts contain masks.
+    """Make the state of a request. Masks in the prompts are the positions to decode.
 
     arguments: arguments that only causal models accept; must be None. state_type: by default `OrderedState`.
-    Raises ValueError: an argument without a meaning here, a prompt without masks, an order that does not fit.
+    Raises ValueError: another argument, guidance, a prompt without masks, or an order that does not fit the prompts.
     """
     facts = model.facts
     if request.guidance_scale != 1 or any(value is not None for value in arguments):
@@ -72,8 +72,8 @@ def start(
     lengths = np.array([len(row) for row in rows], np.int64)
     starts = np.array([row.index(mask) for row in rows], np.int64)
     shift, width = np.zeros((1, len(rows)), np.int64), int(lengths.max())
-    kind = state_type or OrderedState
-    state = sampler.make_state(model, request, encoded, rows, shift, starts, lengths, width, state_type=kind)
+    state_type = state_type or OrderedState
+    state = sampler.make_state(model, request, encoded, rows, shift, starts, lengths, width, state_type=state_type)
     undecided = [np.array(row) == mask for row in rows]
     state.order = np.tile(np.arange(width), (len(rows), 1))
     for row, positions in enumerate(_row_orders(request.order, state.keys, undecided, model.first_position)):
@@ -99,7 +99,7 @@ def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first
     """Return the positions [n] of each row by rank: prompt tokens, then undecided positions in the request's order.
     Raises ValueError for lists that do not fit the rows.
 
-    undecided: [n] bool of each row. first_position: index 0 of an order is this position."""
+    undecided: [n] bool of each row. first_position: the position that index 0 of an order stands for."""
     sizes = np.array([len(row) - first_position for row in undecided])
     if isinstance(requested, tuple):
         row_cells = _check_order_lists(requested, [row[first_position:] for row in undecided])
@@ -124,7 +124,7 @@ def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first
 
 
 def _check_order_lists(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
-    """Check a request's lists of positions, and return one list for each row."""
+    """Return one list of positions for each row. Raises ValueError for lists that do not fit the rows."""
     lists = requested if requested and isinstance(requested[0], tuple) else (requested,) * len(undecided)
     if len(lists) != len(undecided):
         raise ValueError(f"order has {len(lists)} lists for {len(undecided)} rows; give one, or one for each row")
@@ -207,7 +207,7 @@ class OrderedState(CausalState):
         return self.order[rows, : self._period].argsort(1)
 
     def num_predicted(self, evaluated: np.ndarray) -> np.ndarray:
-        return self.slots(self.rows)
+        return self.num_slots(self.rows)
 
     def verified_slots(self, available: Tensor) -> Tensor:
         drafted = np.arange(self.width) < self.drafted[self.rows, None]
@@ -220,8 +220,8 @@ class OrderedState(CausalState):
         return [np.arange(len(sizes))] if pads else [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
 
     def _make_query(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
-        """Evaluate the positions of rank `begin` and above, with drafts at the ranks below `stop`. With a store, these
-        are the undecided positions and that of the last final token, which no call has evaluated."""
+        """Make the query that evaluates all positions of rank `begin` and above, with drafts at ranks below `stop`.
+        With a store, these are the undecided positions and the last final token, which no call has evaluated."""
         rows, begin, stop = spans.rows[index], spans.begin[index], spans.stop[index]
         device, ranks = self.context.device, self._ranks(rows)
         slot_positions = self.positions_of_ranks(rows[:, None], self.committed[rows, None] + np.arange(self.width))
@@ -277,7 +277,7 @@ class OrderedState(CausalState):
         undecided = np.take_along_axis(self._undecided(query.rows), positions, 1)
         return undecided & (query.tokens.cpu().numpy() != self.facts.mask_id)
 
-    def close(self, rows: np.ndarray) -> None:
+    def finish_step(self, rows: np.ndarray) -> None:
         self.drafted[rows] = self.max_drafts
         end_ids = self.facts.eos_token_ids if self.request.eos_early_stop else ()
         if end_ids or self.stop_strings is not None:
@@ -288,7 +288,7 @@ class OrderedState(CausalState):
         self.rows = np.flatnonzero((self.committed < self.length) & (self.end == self.length))
 
     def _end_rows(self, rows: np.ndarray, end_ids: np.ndarray) -> None:
-        """End the rows whose final text, from left to right, contains one of the ids or a stop string."""
+        """End the rows whose final tokens before the first undecided position have an end id or a stop string."""
         canvas = self.canvas[torch.as_tensor(rows, device=self.context.device)].cpu().numpy()
         final = self.final_ends(rows)
         for index, row in enumerate(rows.tolist()):

@@ -33,8 +33,8 @@ from paradec.samplers.causal.trees import (
     TreeLayout,
     TreeRule,
     drop_nodes_past_end,
+    make_step_query,
     parse_tree,
-    step_query,
     to_tuples,
     walk,
 )
@@ -48,8 +48,8 @@ NUM_PROBES = 256
 
 @dataclass(frozen=True)
 class DraftingSampler(CausalSampler):
-    """Base of the methods for which another model can draft: a chain of `window - 1` tokens, verified by `accept`, or a
-    `tree`, verified by `node_rule`.
+    """Base of the methods that accept drafts of another model: a chain of `window - 1` tokens, verified by `accept`, or
+    a `tree`, verified by `node_rule`.
 
     The drafter has a separate key/value store. It runs in `commit` and `start`. A drafter that reads hidden states
     (`reads_features`: EAGLE, DFlash, MTP) drafts from `CausalQuery.hidden` of the model's last forward. With such a
@@ -106,7 +106,7 @@ class DraftingSampler(CausalSampler):
         object.__setattr__(self, name, value)
 
     def _use_drafter_tree(self, drafter: TokenRecycling) -> None:
-        """Use the tree of a drafter that has one."""
+        """Set `tree` to the drafter's tree. Raises ValueError for another tree."""
         if not self.window_drafters:
             raise ValueError(f"drafter={drafter.name!r} must be a causal model for {self.name!r}")
         tree = self.tree
@@ -263,22 +263,21 @@ class DraftingSampler(CausalSampler):
         if self.tree is None:
             queries = super().query(state)
         else:
-            queries = [step_query(state, self.tree_layout(state), state.memory.read(state.rows)["drafts"])]
+            queries = [make_step_query(state, self.tree_layout(state), state.memory.read(state.rows)["drafts"])]
         if not self.reads_features:
             return queries
         return [query.with_fields(keep_hidden=True, keep_layers=self.drafter.keep_layers) for query in queries]
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        """As in the base class. For a tree, `values` are the tokens of the walk, and the quantity "accepted" [R, 1]
-        counts its accepted nodes. If the drafter reads hidden states, "features" [branches * R, F, D] has the hidden
-        state of the preceding position for each of F tokens: those that become final, and before them those that the
-        drafter has not read."""
+        """As in the base class. For a tree, `values` are the tokens of the walk, and the quantity "accepted" [R, 1] is
+        the number of accepted nodes. If the drafter reads hidden states, "features" [branches * R, F, D] has the hidden
+        state before each of F tokens: the final tokens that the drafter has not read, then the new final tokens."""
         if self.reads_features and any(query.hidden is None for query in queries):
             raise ValueError(f"{state.facts.name} set no query.hidden, which the drafter reads")
         if self.tree is not None:
             return self._propose_tree(state, outputs, queries)
         proposal = super().propose(state, outputs, queries)
-        if self.reads_features:  # the first column is that before the first token that the drafter has not read
+        if self.reads_features:  # column 0 is the hidden state before the first token that the drafter has not read
             proposal.quantities["features"] = _join_hidden(state, queries)
         return proposal
 
@@ -315,8 +314,8 @@ class DraftingSampler(CausalSampler):
         return make_proposal(state, queries, result.tokens, positions, result.scores, available, quantities)
 
     def _select_features(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
-        """Select F of the hidden states [branches * R, Q, D] of a tree's call: in a row's first step the prompt's, else
-        those of the `node` path [R, depth + 1], which is the root and the accepted nodes."""
+        """Select F of the hidden states [branches * R, Q, D] of a tree's call. In a row's first step, select those of
+        the prompt; later, those of `node` [R, depth + 1], which is the root and the accepted nodes."""
         is_first = state.drafted[state.rows] == 0
         root = hidden.shape[1] - (1 if is_first.all() else state.width)
         width = max(root + 1, node.shape[1]) if is_first.any() else node.shape[1]

@@ -1,5 +1,5 @@
-"""Grouped speculative decoding (arXiv 2508.07747, section 4): a draft is accepted by the probability of a group of
-similar tokens. Many image tokens are alike, so each has little probability, and exact verification rejects most
+"""Grouped speculative decoding (arXiv 2508.07747, section 4): verification compares the probabilities of groups of
+similar tokens. Many image tokens are alike, so that each has a low probability, and exact verification rejects most
 drafts."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paradec.samplers.causal.window import DraftWindow
 from paradec.samplers.distributions import sort_ascending
 
 MAX_COMPARED_ID = 10_000
-"""Highest id whose embedding the public code compares; a group with a higher id is not filtered by distance."""
+"""A group with a higher id is not filtered by the distance of embeddings, as in the public code."""
 
 
 def rank_window(p: Tensor, tokens: Tensor, half_width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,7 +23,7 @@ def rank_window(p: Tensor, tokens: Tensor, half_width: int) -> tuple[Tensor, Ten
     from -half_width to half_width - 1, [..., 2 * half_width]; and the tokens of these ranks, clamped at both ends."""
     ids = torch.arange(p.shape[-1], device=p.device)
     if p.dtype == torch.float32:
-        # the bits of a float >= 0 sort as the float does; the id in the lower 32 bits breaks ties
+        # the bits of a float >= 0 sort like the float; the id in the lower 32 bits breaks ties
         keys = p.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(ids)
         order = sort_ascending(keys)
         rank = torch.searchsorted(order, keys.gather(-1, tokens))
@@ -47,7 +47,7 @@ class GSD(SJD):
     Args:
         group_half_width, p_threshold, d_threshold: define the group. d_threshold=None compares no embeddings. As in the
             public code, groups with an id above 10000 are not compared either.
-        guess_distribution: "one_hot" gives a random guess q(G) = 1, the source of most of the gain.
+        guess_distribution: q of random guesses, as for `SJD`. "one_hot" makes q(G) = 1, which gives most of the gain.
         window, init, refresh: see `SJD`.
     """
 
@@ -79,7 +79,7 @@ class GSD(SJD):
         is_member = in_range & ((p - window.p.gather(-1, x)).abs() < self.p_threshold)
         if self.d_threshold is not None and embeddings is not None:
             is_near = (embeddings[group] - embeddings[x]).square().sum(-1) < self.d_threshold
-            # as in the public code, ids that the probability threshold excludes count too
+            # as in the public code, also ids that p_threshold excludes
             has_large_id = ((group > MAX_COMPARED_ID) & in_range).any(-1, keepdim=True)
             is_member &= is_near | has_large_id
         is_member |= ranks == rank

@@ -32,29 +32,29 @@ class Jacobi(SJD):
     """Jacobi decoding: a draft is accepted if it equals the token that this step draws at its slot.
 
     Lossless at every temperature: a step commits its own draws from p. With new noise in every step
-    (`refresh="resample"`) it saves almost nothing above temperature 0. With fixed noise per position
-    (`refresh="gumbel"`) the iteration has a fixed point.
+    (`refresh="resample"`), decoding saves almost no calls above temperature 0. With fixed noise per position
+    (`refresh="gumbel"`), the iteration has a fixed point.
 
     By default the window slides: every step commits the tokens that are known to be correct. With `group`, whole blocks
     are decoded, as in CEED-VLA (Song et al., arXiv 2506.13725). The prompt predicts the first block's first token. Then
     every iteration replaces each token by its prediction, until nothing changes, in at most `group` iterations. The
     last iteration predicts the next block's first token. After i iterations the first i + 1 tokens are correct. A
-    block's keys and values are removed from the store after every iteration but the last. (The public code has this
-    commented out, and a different fixed point.) A row ends its block once an end token is known to be correct.
+    block's keys and values are removed from the store after every iteration but the last. (In the public code this is
+    commented out, so that its fixed point differs.) A row's block ends early once an end token is known to be correct.
 
     With `pool`, n-grams of earlier steps are drafts in addition to the sliding window (`NGramPool`). The tokens are the
     same, with fewer forwards, but each forward has `pool * (ngram - 1)` more slots.
 
     Args:
-        group: tokens of a block, which needs `refresh="gumbel"`; None: a sliding window.
+        group: number of tokens of a block; needs `refresh="gumbel"`. None: a sliding window.
         max_iterations: limit of iterations per block, with `group`; None means `group`.
-        early_exit: what is committed of a block that still changes in its last iteration. "prefix": the tokens known to
-            be correct; the other tokens start the next block. This is lossless. "published": the whole block, but with
-            the keys and values of the tokens before the last change. This is lossless only if `max_iterations` is
-            `group` or more, and needs a key/value store.
+        early_exit: tokens to commit of a block that still changes in its last iteration. "prefix" (lossless): the
+            tokens known to be correct; the other tokens start the next block. "published": the whole block, but with
+            the keys and values of the tokens before the last change. It is lossless only if `max_iterations` is
+            `group` or more, and it needs a key/value store.
         window, guess_distribution: see `SJD`.
-        init: see `SJD`; with `group`, "random" draws from the row's text so far where its tokens may be drawn.
-        pool, ngram, pool_size: see `NGramPool`; needs `refresh="gumbel"`, so that all branches share their draws.
+        init: see `SJD`. With `group`, a "random" guess is a random token of the row so far, if it may be drawn.
+        pool, ngram, pool_size: see `NGramPool`. A pool needs `refresh="gumbel"`, so that all branches share draws.
     """
 
     refresh: str = "gumbel"
@@ -139,13 +139,13 @@ class Jacobi(SJD):
         if self.group is None:
             return verified
         num_correct, size = verified.accepted + 1, proposal.available.sum(1, keepdim=True)
-        is_closing = num_correct == size
+        is_complete = num_correct == size
         if len(state.ends):
             slot = torch.arange(state.width, device=num_correct.device)
-            is_closing |= (torch.isin(verified.tokens, state.ends) & (slot < num_correct)).any(1, keepdim=True)
+            is_complete |= (torch.isin(verified.tokens, state.ends) & (slot < num_correct)).any(1, keepdim=True)
         is_last = state.memory.read(proposal.rows)["iteration"].unsqueeze(1) + 1 >= self.iteration_limit
         num_final = num_correct if self.early_exit == "prefix" else size
-        return verified._replace(accepted=torch.where(is_closing, num_correct, torch.where(is_last, num_final, 0)) - 1)
+        return verified._replace(accepted=torch.where(is_complete, num_correct, torch.where(is_last, num_final, 0)) - 1)
 
     def draft_window(self, state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor) -> None:
         if self.group is not None:
@@ -186,7 +186,7 @@ class NGramPool:
 
     def layout(self, state: CausalState) -> TreeLayout | None:
         length = min(self.ngram, state.width) - 1
-        return pool_layout(state.width, self.pool, length) if length else None
+        return make_pool_layout(state.width, self.pool, length) if length else None
 
     def nodes(self, state: CausalState, tree: TreeLayout) -> Tensor:
         rows, memory = state.rows, state.memory.read(state.rows)
@@ -200,7 +200,7 @@ class NGramPool:
         """Select the branch that agrees longest with the model's draws. Quantities: "ngrams" [R, G, n], new n-grams."""
         rows, width, device = state.rows, state.width, p.device
         tokens = draw_tokens(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
-        depth, node = longest_path(tree, nodes, tokens)
+        depth, node = find_longest_path(tree, nodes, tokens)
         sampled = tokens.gather(1, node)
         slots = torch.as_tensor(state.num_evaluated()[:, None], device=device)
         return Path(
@@ -210,7 +210,7 @@ class NGramPool:
             # each draft of the branch equals the draw of its slot; no draft after the branch is verified
             torch.where(torch.arange(width, device=device) < depth, sampled, -1),
             torch.zeros((*sampled.shape, 2), dtype=torch.float64, device=device),  # 0 always accepts
-            {"ngrams": step_ngrams(state.memory.read(rows)["drafts"], tokens[:, :width], slots, self.ngram)},
+            {"ngrams": make_ngrams(state.memory.read(rows)["drafts"], tokens[:, :width], slots, self.ngram)},
         )
 
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:
@@ -220,7 +220,7 @@ class NGramPool:
 
 
 @lru_cache(maxsize=64)
-def pool_layout(width: int, branches: int, length: int) -> TreeLayout:
+def make_pool_layout(width: int, branches: int, length: int) -> TreeLayout:
     """Layout of a chain of `width - 1` nodes below the root, and `branches` chains of `length` nodes."""
     parents = list(range(-1, width - 1))
     for branch in range(branches):
@@ -230,8 +230,8 @@ def pool_layout(width: int, branches: int, length: int) -> TreeLayout:
 
 
 def find_ngrams(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
-    """Return the tokens after `token` [R] in the newest n-grams that start with it: [R, count, length] int64, padded
-    with -1.
+    """Return the tokens after `token` [R] in the newest n-grams that start with `token`: [R, count, length] int64,
+    padded with -1.
 
     pool: [R, S, n] int64, the newest first, padded with -1."""
     size = pool.shape[1]
@@ -243,9 +243,9 @@ def find_ngrams(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
     return torch.nn.functional.pad(tokens, (0, 0, 0, count - tokens.shape[1]), value=-1)
 
 
-def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) -> Tensor:
-    """Make the n-grams [R, W - n + 1, n] int64 of a step (n: `length`): each draft, and the tokens drawn for the slots
-    after it; -1 where not evaluated.
+def make_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) -> Tensor:
+    """Make the n-grams [R, W - n + 1, n] int64 of a step (n: `length`): each draft with the tokens drawn for the slots
+    after it; -1 for slots that were not evaluated.
 
     drafts, tokens: [R, W] int64, of the window's chain. evaluated: [R, 1] int64: number of evaluated slots."""
     count = max(drafts.shape[1] - length + 1, 0)
@@ -255,7 +255,7 @@ def step_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) 
 
 
 def add_ngrams(pool: Tensor, ngrams: Tensor) -> Tensor:
-    """Put G new n-grams [R, G, n] in front of the pool [R, S, n], without duplicates; drop the oldest beyond S."""
+    """Put G new n-grams [R, G, n] in front of the pool [R, S, n]; drop duplicates, and the oldest beyond S."""
     candidates = torch.cat((ngrams, pool), 1)
     # n-grams of the pool are already distinct
     is_repeated = (candidates.unsqueeze(2) == ngrams.unsqueeze(1)).all(-1).tril(-1).any(-1)
@@ -264,7 +264,7 @@ def add_ngrams(pool: Tensor, ngrams: Tensor) -> Tensor:
     return candidates.masked_fill(dropped.unsqueeze(-1), -1).take_along_dim(order.unsqueeze(-1), 1)[:, : pool.shape[1]]
 
 
-def longest_path(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def find_longest_path(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Find the deepest node whose whole path equals the model's draws.
 
     drafts: [R, N] int64, -1: no draft. tokens: [R, N] int64, drawn after each node.

@@ -1,5 +1,5 @@
 """LANTERN (arXiv 2410.03355, section 4) and LANTERN++ (arXiv 2502.06352): close code vectors are interchangeable in an
-image. So the probability of a draft may include that of its neighbours in the codebook."""
+image. So verification adds to a draft's probability the probabilities of its neighbours in the codebook."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Lantern(DraftingSampler, SJD):
     `k`) nearest codes while their sum is within `delta`. A rejected draft is resampled from norm(max(0, p - q)).
 
     Not lossless: given a draft, p changes by at most `delta` in total variation (`benchmarks/exactness.py` measures the
-    output). delta=0 is SJD (with a drafter: speculative decoding). At temperature 0 every delta gives greedy decoding;
-    the public code relaxes untempered distributions there.
+    output). delta=0 is SJD (with a drafter: speculative decoding). Temperature 0 is greedy decoding for every delta; in
+    the public code it relaxes the distribution of temperature 1.
 
     Without a drafter it drafts as SJD does. The public code has a trained drafter (`paradec.load_drafter`), which draws
     a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic tree (`tree=DynamicTree(59, 5)`). `LanternRule` verifies
-    trees. Its residual after a rejected node is not p - q. Even at delta=0 it is inexact if tokens have probability 0.
+    trees. Its residual after a rejected node is not p - q; if tokens have probability 0, it is inexact even at delta=0.
 
     Args:
         k: number of neighbours considered.
@@ -62,7 +62,7 @@ class Lantern(DraftingSampler, SJD):
         tree: tree of drafts, see `paradec.samplers.causal.drafting.DraftingSampler`; None: a chain of `window - 1`.
         guess_distribution: "one_hot" accepts a random guess with probability m(x). "uniform" would accept nearly every
             guess, since `delta` is far above the probability of one token.
-        window, init, refresh: see `SJD`. With a drafter `init`, `refresh` and `guess_distribution` must not be given.
+        window, init, refresh: see `SJD`. With a drafter, leave out `init`, `refresh` and `guess_distribution`.
     """
 
     guess_distribution: str = "one_hot"
@@ -138,16 +138,16 @@ class LanternPlusPlus(Lantern):
 
 
 class LanternRule(Sequential):
-    """TreeRule of the public code for a node of a tree (`paradec.samplers.causal.trees.TreeRule`). Not exact.
+    """The public code's `paradec.samplers.causal.trees.TreeRule` for the nodes of a tree. Not exact.
 
-    A draft of a dynamic tree is accepted with probability m(x). Drafts of static trees are drawn without replacement; a
-    draft is accepted with probability m(x) / q(x), where q is the draft distribution without the drafts before it, and
-    skipped if q(x) is 0. A rejected draft also removes its k + 1 neighbours. If no probability remains, every token is
-    equally likely, as in that code.
+    A draft of a dynamic tree is accepted with probability m(x). Drafts of a static tree are drawn without replacement.
+    Such a draft is accepted with probability m(x) / q(x), where q is the draft distribution without the drafts before
+    it; a draft with q(x) = 0 is skipped. A rejection also removes the draft's k + 1 neighbours. If no probability
+    remains, all tokens are equally likely.
 
     codes: [V, d]. k: number of neighbours; 0: the rule without LANTERN. additive, bound: see `relaxed_probability`.
     sampled: whether the drafts were drawn (static trees).
-    allowed: [V] bool: the tokens that are equally likely if no probability remains; None: all, as in that code."""
+    allowed: [V] bool: tokens that are equally likely if no probability remains; None: all, as in the public code."""
 
     distinct = True
 

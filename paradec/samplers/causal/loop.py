@@ -27,7 +27,7 @@ from paradec.core.trace import Notes
 from paradec.models.images.grid import Grid
 from paradec.request import Request, request_for
 from paradec.samplers.causal.state import CausalState, Spans, read_logits
-from paradec.samplers.causal.trees import drop_nodes_past_end, step_query
+from paradec.samplers.causal.trees import drop_nodes_past_end, make_step_query
 from paradec.samplers.causal.window import UNIFORM, Branches, DraftWindow, VerifiedWindow, propose_path, propose_window
 from paradec.samplers.distributions import probability
 from paradec.samplers.features.rollouts import RecordedRollout
@@ -45,8 +45,9 @@ class CausalSampler(Sampler):
     """Base of the methods for causal models. A subclass implements `verify` (usually with `accept`) and
     `draft_window`.
 
-    For every draft the state has the distribution q that the draft was drawn from. The output has the distribution of
-    token-by-token decoding if `accept` is min(1, p / q). p includes temperature, filters, guidance and constraints.
+    For every draft the state has the distribution q that the draft was drawn from. p is the target distribution, with
+    temperature, filters, guidance and constraints. If `accept` is min(1, p / q), the output has the distribution of
+    token-by-token decoding.
 
     Args:
         window: slots evaluated at once: the next token and `window - 1` drafts. 1 is token-by-token decoding. None
@@ -100,7 +101,7 @@ class CausalSampler(Sampler):
         return None
 
     def num_slots(self, model: Any, num_new: int) -> int:
-        """Slots of a row's window, for an answer of `num_new` tokens."""
+        """Return the number of slots of a row's window, for an answer of `num_new` tokens."""
         return min(self.window or WINDOW, num_new)
 
     def memory(self) -> dict[str, MemorySpec]:
@@ -197,7 +198,7 @@ class CausalSampler(Sampler):
         """Make a state without drafts from checked prompts.
 
         contexts: ids of each row of each branch. shift: as `CausalState.shift`.
-        starts, ends: [B] int64: begin and end of the answers. width: of the window. state_type: class of the state."""
+        starts, ends: [B] int64: begin and end of the answers. width: slots of the window. state_type: a subclass."""
         facts, device, prompts = model.facts, model.device, encoded.rows
         keys, _ = make_row_keys(request, prompts, device, encoded.copy_indices)
         allowed = allowed_tokens(facts, request, grid)
@@ -245,9 +246,9 @@ class CausalSampler(Sampler):
     # ---- step -----------------------------------------------------------------------------------------------------
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """Evaluate the last final token and the drafts after it; in the first step and without a store, whole rows."""
+        """Evaluate the last final token and the drafts; in a row's first step, or without a store, the whole row."""
         if self.branches is not None and (tree := self.branches.layout(state)) is not None:
-            return [step_query(state, tree, drop_nodes_past_end(state, tree, self.branches.nodes(state, tree)))]
+            return [make_step_query(state, tree, drop_nodes_past_end(state, tree, self.branches.nodes(state, tree)))]
         rows, committed = state.rows, state.committed[state.rows]
         drafts = state.memory.read(rows)["drafts"]
         is_first = state.row_step[rows] == 0
@@ -260,9 +261,9 @@ class CausalSampler(Sampler):
         """Compute the target distribution of every slot and draw a token from it. outputs: logits [branches * R, W, V],
         one tensor per query.
 
-        Quantities: "p" [R, W, V]; "uniform" [R, W, 2], to verify a draft and to resample a rejected one; "guesses"
-        [R, 2 W], for the next guesses; "top_logit" [R, W]; with branches "drafts" [R, W] of the selected path; with
-        `logprobs` "log_p" [R, W, V]; with `rollout` "logits" [R, W, V], before a constraint."""
+        Quantities: "p" [R, W, V]; "uniform" [R, W, 2], to verify a draft and to resample a rejected draft; "guesses"
+        [R, 2 W], uniform numbers for the next guesses; "top_logit" [R, W]. With branches: "drafts" [R, W] of the
+        selected path. With `logprobs`: "log_p" [R, W, V]. With `rollout`: "logits" [R, W, V] without constraint."""
         logits = read_logits(state, outputs, queries)
         if self.branches is not None and (tree := self.branches.layout(state)) is not None:
             return propose_path(state, self.branches, tree, logits, queries)
@@ -289,13 +290,13 @@ class CausalSampler(Sampler):
         state.row_step[rows] += 1
         state.commits += 1
         self.draft_window(state, proposal, verified, count)
-        state.close(rows)
+        state.finish_step(rows)
         p = proposal.quantities.get("p")
         scores = proposal.scores if p is None else probability(p, verified.tokens)
         return Commit(rows, verified.tokens, proposal.positions, selected, scores, proposal.kind, logprobs)
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
-        """As in the base class, with the evaluated drafts of windows and trees."""
+        """As in the base class; also record the evaluated drafts of windows and trees."""
         notes, rows = super().observe(state, proposal), proposal.rows
         if state.drafting is not None:
             notes.draft_nfe = state.draft_nfe.tolist()
@@ -312,8 +313,8 @@ class CausalSampler(Sampler):
             positions, tokens = (
                 tensor[:count].cpu().numpy()[index, column] for tensor in (query.positions, query.tokens)
             )
-            rows = query.rows[index]
-            notes.drafts.update(zip(rows.tolist(), positions.tolist(), tokens.tolist(), strict=True))
+            draft_rows = query.rows[index]
+            notes.drafts.update(zip(draft_rows.tolist(), positions.tolist(), tokens.tolist(), strict=True))
         return notes
 
 
@@ -366,7 +367,7 @@ def allowed_tokens(facts: ModelFacts, request: Request, grid: Grid | None) -> Te
 
 
 def read_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
-    """Vectors of the tokens [V, d] by `CausalSampler.embedding_source`, or None."""
+    """Return the tokens' vectors [V, d] named by `CausalSampler.embedding_source`; None if it is ""."""
     if not (source := sampler.embedding_source):
         return None
     embeddings: Tensor | None = getattr(model, source, lambda: None)()
@@ -384,9 +385,8 @@ def read_embeddings(sampler: CausalSampler, model: Any) -> Tensor | None:
 
 
 def finish_rows(state: CausalState, proposal: Proposal, tokens: Tensor, count: Tensor) -> tuple[Tensor, np.ndarray]:
-    """End rows, and return the number of each row's new final tokens, [R, 1] on the device and [R] on the host.
-
-    A row ends at the first end token or stop string among the first `count` [R, 1] of tokens [R, W].
+    """Return the number of new final tokens of each row, [R, 1] on the device and [R] on the host. Set the ends of rows
+    that end among the first `count` [R, 1] of tokens [R, W]: at the first end token or stop string.
 
     Raises FloatingPointError for NaN or infinite logits, before any change."""
     ended = torch.zeros_like(count, dtype=torch.bool)
@@ -396,18 +396,18 @@ def finish_rows(state: CausalState, proposal: Proposal, tokens: Tensor, count: T
         ended = is_end.any(1, keepdim=True)
         count = torch.where(ended, is_end.int().argmax(1, keepdim=True) + 1, count)
     # if no token is allowed, the distribution is NaN although the logits are finite
-    is_finite = (proposal.quantities["top_logit"].isfinite(), proposal.scores.isfinite())
-    broken = ~(is_finite[0].all(1, keepdim=True) & is_finite[1].all(1, keepdim=True))
-    columns = [count, ended, broken]
+    is_logit_finite = proposal.quantities["top_logit"].isfinite().all(1, keepdim=True)
+    is_score_finite = proposal.scores.isfinite().all(1, keepdim=True)
+    columns = [count, ended, ~(is_logit_finite & is_score_finite)]
     if state.drafting is not None and state.drafting.broken is not None:
         columns.append(state.drafting.broken[torch.as_tensor(proposal.rows)].unsqueeze(1))
-    flags = len(columns)
+    num_counts = len(columns)
     stop_strings = state.stop_strings if state.in_order else None
     if stop_strings is not None:
         columns.append(tokens)
     # the only transfer to the host in a step
     host = torch.cat(columns, 1).T.cpu().numpy()
-    num_final, ends, failed, *drafter = host[:flags]
+    num_final, is_ended, failed, *drafter = host[:num_counts]
     if failed.any():
         rows = proposal.rows[failed > 0]
         raise NotFinite.at_steps(rows, state.row_step[rows])
@@ -415,12 +415,12 @@ def finish_rows(state: CausalState, proposal: Proposal, tokens: Tensor, count: T
         raise NotFinite("the drafter returned NaN or infinite logits", proposal.rows[drafter[0] > 0])
     if stop_strings is not None:
         begin = state.committed[proposal.rows]
-        stops = stop_strings.find_ends(proposal.rows, begin, host[flags:].T, begin + num_final)
+        stops = stop_strings.find_ends(proposal.rows, begin, host[num_counts:].T, begin + num_final)
         state.stopped[proposal.rows[stops < NEVER]] = True
-        ends, num_final = ends | (stops < NEVER), np.minimum(num_final, stops - begin)
+        is_ended, num_final = is_ended | (stops < NEVER), np.minimum(num_final, stops - begin)
         count = torch.as_tensor(num_final, device=count.device).unsqueeze(1)
-    finished = proposal.rows[ends > 0]
-    state.end[finished] = state.committed[finished] + num_final[ends > 0]
+    finished = proposal.rows[is_ended > 0]
+    state.end[finished] = state.committed[finished] + num_final[is_ended > 0]
     state.last_accepted = np.zeros(state.batch, np.int64)
     state.last_accepted[proposal.rows] = num_final
     state.accepted.append(state.last_accepted)

@@ -1,5 +1,5 @@
 """Speculative coupled decoding (SCD, first called MC-SJD; arXiv 2510.24211). SJD redraws the slots after a rejected
-draft even if their distribution did not change. Here the old and new tokens are drawn jointly and agree more often."""
+draft even if their distribution did not change. SCD draws old and new tokens jointly, so that they agree more often."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class SCD(SJD):
     """SJD with coupled drafts. "gumbel" reuses one noise vector per position. "maximal" keeps the draft of every slot
     with probability min(1, p / q) (`paradec.samplers.causal.sjd.couple_maximally`).
 
-    Lossless: a coupling does not change the distribution of a single draft. The q of a kept draft is this step's p; the
-    public code of the maximal coupling keeps the old q and is therefore biased.
+    Lossless: a coupling does not change the distribution of a single draft. The q of every draft is this step's p. The
+    public code of the maximal coupling leaves the old q to drafts that stay, and is therefore biased.
 
     Args:
         refresh: the coupling, "gumbel" or "maximal".

@@ -1,9 +1,9 @@
 """Self-speculation: a model fills a block of masks, and verifies its drafts token by token with the same weights.
 
-Models with a masked and a causal mode (Nemotron-Labs-Diffusion, arXiv 2607.05722) draft with the checkpoint's adapter,
-in a call in which the last final token and the masks after it attend to each other, and verify in the causal mode.
+Models with a masked and a causal mode (Nemotron-Labs-Diffusion, arXiv 2607.05722) draft with the checkpoint's adapter;
+in this call the last final token and the masks after it attend to each other. They verify in the causal mode.
 Block-causal models (as SDAR) verify with blocks of one token. The verifying call then has two columns per position: a
-causal token, and a mask that attends to the tokens before it. This is S2D2 (arXiv 2603.25702), but exact at every
+token and a mask, each of which attends to the tokens before it. This is S2D2 (arXiv 2603.25702), but exact at every
 temperature; `paradec.samplers.masked.rules.s2d2` follows the paper.
 """
 
@@ -84,8 +84,7 @@ class SelfSpeculative(CausalSampler):
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def check_model(self, model: Any) -> None:
-        """Raise TypeError for a model of another kind, ValueError for one that cannot fill blocks of masks or lacks the
-        requested adapter."""
+        """Raise TypeError for a model of another kind, ValueError for a model without masks or a requested adapter."""
         Sampler.check_model(self, model)
         facts, own_drafts = model.facts, getattr(model, "own_drafts", None)
         reason = None
@@ -125,13 +124,13 @@ class SelfSpeculative(CausalSampler):
 
     def query(self, state: CausalState) -> list[CausalQuery]:
         """As in the base class. For block-causal models, the call has causal columns for the unstored final tokens and
-        the drafts, which are then stored, and for each slot a mask that attends to itself and the tokens before it.
-        With shifted predictions the logits of the causal columns suffice, without masks."""
+        for the drafts, which are then stored. It also has a mask per slot, which attends to itself and the tokens
+        before it. With shifted predictions there are no masks: the logits of the causal columns suffice."""
         if state.facts.topology != "block_causal":
             return super().query(state)
         is_first, evaluated = state.row_step[state.rows] == 0, state.num_evaluated()
         groups = (np.flatnonzero(is_first), np.flatnonzero(~is_first))  # a separate call for prompts
-        return [_verify_query(state, group, evaluated[group]) for group in groups if len(group)]
+        return [_make_verify_query(state, group, evaluated[group]) for group in groups if len(group)]
 
     def observe(self, state: CausalState, proposal: Proposal) -> Notes:
         notes, mask = super().observe(state, proposal), state.facts.mask_token_id
@@ -152,7 +151,7 @@ class SelfSpeculative(CausalSampler):
 
     def _draft_block(self, state: CausalState, rows: np.ndarray) -> None:
         """Fill a window of masks after the last final token; the call reads the model's store but does not write to it.
-        Each mask's logits give its q: drafts are drawn independently."""
+        The drafts are drawn independently, each from the q of its mask's logits."""
         masks = torch.full((len(rows), state.width - 1), state.facts.mask_id, device=state.context.device)
         q = None
         if self.threshold is None:
@@ -190,7 +189,7 @@ class SelfSpeculative(CausalSampler):
         """Compute guided logits [R, W - 1, V] of the window. tokens: [R, W - 1], masks and the drafts drawn so far."""
         drafting = state.drafting
         model: Any = drafting.model
-        query = _draft_query(state, rows, tokens)
+        query = _make_draft_query(state, rows, tokens)
         own_drafts = getattr(model, "own_drafts", None)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -201,9 +200,9 @@ class SelfSpeculative(CausalSampler):
         return read_logits(state, [logits], [query])
 
 
-def _draft_query(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQuery:
-    """Evaluate the last final token and the window's tokens [R, W - 1], which see each other and all final tokens in
-    the store. The whole window is evaluated, also past a row's end, so that drafts do not depend on the end."""
+def _make_draft_query(state: CausalState, rows: np.ndarray, tokens: Tensor) -> CausalQuery:
+    """Make the query of the last final token and the window's tokens [R, W - 1], which see each other and all final
+    tokens in the store. It covers the whole window, also past a row's end, so that drafts do not depend on the end."""
     device, store_rows = state.context.device, state.context_rows(rows)
     last_position = (state.committed[rows] - 1 + state.shift[:, rows]).reshape(-1)
     row_index, position = torch.as_tensor(store_rows, device=device), last_position[:, None] + np.arange(state.width)
@@ -231,17 +230,19 @@ def _has_shifted_blocks(state: CausalState) -> bool:
     return state.facts.topology == "block_causal" and state.facts.prediction == "shifted"
 
 
-def _verify_query(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> CausalQuery:
+def _make_verify_query(state: CausalState, index: np.ndarray, evaluated: np.ndarray) -> CausalQuery:
     rows, device = state.rows[index], state.context.device
     store_rows, shift = state.context_rows(rows), state.shift[:, rows]
     count = np.tile(evaluated, state.branches)[:, None]
     last_position = (state.committed[rows] - 1 + shift).reshape(-1, 1)
     begin = np.where(state.row_step[rows] == 0, 0, state.committed[rows] - 1 + shift).reshape(-1, 1)
     column = begin + np.arange(int((last_position + count - begin).max()))
-    masks = 0 if _has_shifted_blocks(state) else int(count.max())
-    slot = np.arange(masks)
+    num_masks = 0 if _has_shifted_blocks(state) else int(count.max())
+    slot = np.arange(num_masks)
     position = np.concatenate((column, last_position + 1 + slot[None]), 1)
-    valid = np.concatenate((column < last_position + count, np.broadcast_to(slot < count, (len(store_rows), masks))), 1)
+    valid = np.concatenate(
+        (column < last_position + count, np.broadcast_to(slot < count, (len(store_rows), num_masks))), 1
+    )
     is_mask = np.arange(position.shape[1]) >= column.shape[1]
     visible = (position[:, :, None] - is_mask[:, None] >= position[:, None, :]) & ~is_mask
     visible |= np.eye(len(is_mask), dtype=bool)
@@ -250,11 +251,11 @@ def _verify_query(state: CausalState, index: np.ndarray, evaluated: np.ndarray) 
     draft_slot = torch.as_tensor(column - last_position - 1, device=device)
     final = state.context[row_index.unsqueeze(1), torch.as_tensor(np.minimum(column, last_position), device=device)]
     tokens = torch.where(draft_slot < 0, final, drafted.gather(1, draft_slot.clamp(0, drafted.shape[1] - 1)))
-    first_column = column.shape[1] if masks else last_position - begin
+    first_column = column.shape[1] if num_masks else last_position - begin
     wanted_columns = first_column + np.minimum(np.arange(state.width), count - 1)
     return VisibleQuery(
         rows=rows,
-        tokens=torch.cat((tokens, tokens.new_full((len(store_rows), masks), state.facts.mask_id)), 1),
+        tokens=torch.cat((tokens, tokens.new_full((len(store_rows), num_masks), state.facts.mask_id)), 1),
         positions=torch.as_tensor(position, device=device),
         wanted=torch.as_tensor(wanted_columns, device=device),
         valid=torch.as_tensor(valid, device=device),

@@ -4,10 +4,10 @@ The token after the last accepted draft changes the distributions of the slots a
 drafts are rejected most often. Therefore each of its first `branching` slots has `siblings` distinct drafts, the same
 below every parent. Later slots continue the path of the first siblings. The tree is evaluated in one forward.
 
-- "maximal": `paradec.samplers.causal.trees.walk` verifies the first slots by "without_replacement": the first sibling
-  was drawn from the slot's q, the others from q without the siblings before them. Later slots are verified as a window.
+- "maximal": the first sibling is drawn from the slot's q, each other sibling from q without the siblings before it.
+  The rule "without_replacement" of `paradec.samplers.causal.trees` verifies them. Later slots are verified as a window.
 - "gumbel": a slot's token is argmax(log p + g), where g is the noise of its position. The siblings are the tokens of
-  largest log q + g. The walk continues if the slot's token is one of them.
+  largest log q + g. The walk continues if the slot's token is one of the siblings.
 
 Both couplings are exact; the paper's public code is not (docs/fidelity.md).
 
@@ -43,13 +43,13 @@ class SiblingTree:
     top: Tree
     """Tree of depth B with the siblings: K children below every node."""
     node_index: Tensor
-    """[n] int64: index in `layout` of each node of `top`."""
+    """[n] int64: index in `layout` of each of the n nodes of `top`."""
     layout: TreeLayout
     """Layout of all nodes: the root, the chain of W - 1 drafts, then the other nodes of `top` in their order."""
 
 
 @lru_cache(maxsize=64)
-def sibling_tree(width: int, siblings: int, branching: int) -> SiblingTree:
+def make_sibling_tree(width: int, siblings: int, branching: int) -> SiblingTree:
     """Make the tree for a window of `width` slots; width must exceed `branching`."""
     top = parse_tree((siblings,) * branching)
     node_index = [0]
@@ -66,9 +66,9 @@ class Siblings:
     """Siblings as branches of a window (`paradec.samplers.causal.window.Branches`).
 
     Args:
-        siblings: drafts of each of the first slots; with 1, or at temperature 0, only the window is drafted.
-        branching: slots that have siblings, at most those of the window. The nodes of these slots, siblings +
-            siblings**2 + ... + siblings**branching, are at most 255.
+        siblings: number of drafts of each of the first slots. With 1, or at temperature 0, only the window is drafted.
+        branching: number of first slots that have siblings, up to the whole window. The number of their nodes, siblings
+            + siblings**2 + ... + siblings**branching, is at most 255.
         refresh: the coupling, "gumbel" or "maximal".
     """
 
@@ -104,7 +104,7 @@ class Siblings:
         branching = min(self.branching, state.width - 1)
         if branching < 1 or state.request.temperature == 0:
             return None
-        return sibling_tree(state.width, self.siblings, branching)
+        return make_sibling_tree(state.width, self.siblings, branching)
 
     def layout(self, state: CausalState) -> TreeLayout | None:
         return None if (tree := self.tree(state)) is None else tree.layout
@@ -138,7 +138,7 @@ class Siblings:
         window = read_drafts(state, rows)
         slot = torch.arange(depth, device=p.device).expand(len(rows), -1)
         slot_of_node = torch.tensor(tree.top.depths, device=p.device).clamp(max=depth - 1)
-        # per slot: u of the first sibling, u of each further one, and the number that draws a token if none is accepted
+        # per slot: u of each sibling, then the number that draws a token if no sibling is accepted
         sibling_uniform = state.uniform(rows, positions[:, : depth + 1], 2 + self.siblings, rng.TOKEN_STREAM)[..., 3:]
         walk_uniform = torch.cat((uniform[:, : depth + 1, 1:2], sibling_uniform, uniform[:, : depth + 1, 2:]), 2)
         result = walk(

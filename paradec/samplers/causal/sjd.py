@@ -51,14 +51,14 @@ def verify(
     refresh: str = "resample",
     resample: bool = True,
 ) -> VerifiedWindow:
-    """Verify a window of drafts, resample the first rejected one, and redraw the slots after it.
+    """Verify a window of drafts, resample the first rejected draft, and redraw the slots after it.
 
     drafted: [R, W] bool: slots with a draft; slots without one use the token sampled from p.
     acceptance: [R, W]: probability that a draft is accepted if all drafts before it are accepted (`accept`).
     uniform: [R, W, 2] in (0, 1): u, and the number that resamples a rejected draft.
     refresh: new drafts of the slots after the first rejection. "resample" and "gumbel" use the token sampled from p;
-        "maximal" draws it jointly with the old draft (`couple_maximally`); "keep" leaves draft and q unchanged.
-    resample: False uses the sampled token instead of resampling (methods that accept only equal tokens)."""
+        "maximal" draws a token jointly with the old draft (`couple_maximally`); "keep" leaves draft and q unchanged.
+    resample: whether a rejected draft is resampled; if not, the token sampled from p replaces it."""
     p, drafts, sampled = window.p, window.drafts, window.sampled
     slot = torch.arange(p.shape[1], device=p.device)
     accept = drafted & (uniform[..., 0] < acceptance)  # u < min(1, p(x) / q(x))
@@ -83,18 +83,18 @@ class SJD(CausalSampler):
     norm(max(0, p - q)), and the slots after it are drawn again from p.
 
     Lossless: the output has the distribution of token-by-token decoding, also in batches and with every filter. The
-    public code is lossless only for one row at temperature 1 without top-p: in a batch it verifies some tokens twice,
-    the second time against an outdated q, and it applies temperature and top-p to the residual again.
+    public code is lossless only for one row at temperature 1 without top-p. In a batch it verifies some tokens twice,
+    the second time against an outdated q. It also applies temperature and top-p to the residual again.
 
     Args:
         window: slots evaluated at once: the next token and `window - 1` drafts. 1 is token-by-token decoding. None
             means 16, and for models of any order all undecided positions.
         init: guesses for slots that are new to the window. "random": uniform over the allowed tokens. "repeat_*": the
-            token of the left ("horizontal") or upper neighbour ("vertical", needs a grid). "sample_*": the likeliest
-            token at that neighbour. If the neighbour is new too, the nearest known token in the same direction is used,
-            and if there is none, a random guess. Tokens that the grid prescribes are always used. "model": the model's
-            own draws, only for models of any order. None means "model" for these, "random" for other models.
-        refresh: drafts after the first rejection: see `verify`. "gumbel" draws a position with the same noise (one
+            token of the left neighbour ("horizontal") or of the upper one ("vertical", needs a grid). "sample_*": the
+            likeliest token at that neighbour. A neighbour that is new too is replaced by the nearest known token in the
+            same direction; without such a token the guess is random. Tokens that the grid prescribes replace guesses.
+            "model": the model's draws, only for models of any order. None: "model" for such models, else "random".
+        refresh: drafts after the first rejection (see `verify`). "gumbel" draws a position with the same noise (one
             number for each token) in every step, so its token changes only if p changes enough.
         guess_distribution: q of random guesses: "uniform", or "one_hot" at the guess, as in the public code. Both are
             exact; "uniform" guesses are accepted more often.
@@ -111,9 +111,9 @@ class SJD(CausalSampler):
     orders = True
     guesses = True
     resamples: ClassVar[bool] = True
-    """Whether a rejected draft is resampled from norm(max(0, p - q)); else the sampled token replaces it."""
+    """Whether a rejected draft is resampled from norm(max(0, p - q)); if not, the sampled token replaces it."""
     guesses_text: ClassVar[bool] = False
-    """Whether random guesses are drawn from the tokens of the row's text."""
+    """Whether random guesses are drawn from the row's prompt and answer so far."""
 
     def accept(self, window: DraftWindow) -> Tensor:
         return window.ratio().clamp(max=1)  # min(1, p(x) / q(x))
@@ -157,7 +157,7 @@ class SJD(CausalSampler):
         source: Tensor,
         guesses: Tensor | None = None,
     ) -> None:
-        """Write the next window: tokens [R, W] and their `source` [R, W] where `is_drafted` [R, W], else guesses."""
+        """Write the next window: tokens and their `source` where `is_drafted`, else guesses. All are [R, W]."""
         guess, guess_source = self.guess(state, rows, is_drafted.sum(1, keepdim=True), tokens, guesses)
         state.memory.write("drafts", rows, torch.where(is_drafted, tokens, guess))
         state.memory.write("draft_source", rows, torch.where(is_drafted, source, guess_source))

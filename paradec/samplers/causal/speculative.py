@@ -26,28 +26,28 @@ class Speculative(DraftingSampler):
     """`drafter` drafts `window - 1` tokens one after the other, or a `tree` of tokens. Exact rules verify the drafts; a
     draft x of a chain is accepted with probability min(1, p(x) / q(x)) (algorithm 1 of the paper).
 
-    Lossless for any drafter, temperature, filter, guidance and constraint. The last four also apply to the draft
-    distribution. `nfe` counts the model's forwards, `state.draft_nfe` the drafter's.
+    Lossless for any drafter. Temperature, filters, guidance and constraints also apply to the draft distribution. `nfe`
+    counts the model's forwards, `state.draft_nfe` the drafter's.
 
     Args:
-        drafter: a causal model with the same vocabulary (from `paradec.load`, `paradec.wrap` or transformers), or an
-            image model of the same family; or an EAGLE, DFlash, DSpark or MTP drafter trained for this model, from
-            `paradec.load_drafter`. Or "prompt_lookup", which copies the tokens that followed the same tokens earlier in
-            the row (settings: `paradec.samplers.causal.drafts.text.PromptLookup`). Or "token_recycling" with
-            rule="naive", which drafts the model's latest top predictions after each token
-            (`paradec.samplers.causal.drafts.text.TokenRecycling`). Or "self", which makes a
-            `paradec.samplers.causal.self_speculative.SelfSpeculative`.
+        drafter: one of these:
+            a causal model with the same vocabulary, from `paradec.load`, `paradec.wrap` or transformers;
+            an image model of the same family;
+            an EAGLE, DFlash, DSpark or MTP drafter trained for this model, from `paradec.load_drafter`;
+            "prompt_lookup" or a `paradec.samplers.causal.drafts.text.PromptLookup`;
+            "token_recycling", with rule="naive", or a `paradec.samplers.causal.drafts.text.TokenRecycling`;
+            "self", which makes a `paradec.samplers.causal.self_speculative.SelfSpeculative`.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Leave it out with
             drafters that fill a whole window (prompt lookup, DFlash, DSpark, several MTP layers).
-        tree: a static tree: children per node at each depth, e.g. (3, 2, 1), its paths, or a name of
-            `paradec.samplers.causal.trees.TREES` ("mc_sim_7b_63" is EAGLE's). Or EAGLE-2's
+        tree: a static tree, as the number of children per node at each depth, e.g. (3, 2, 1), as paths, or as a name of
+            `paradec.samplers.causal.trees.TREES` ("mc_sim_7b_63" is EAGLE's); or EAGLE-2's
             `paradec.samplers.causal.trees.DynamicTree`. None means a chain.
         rule: rule that verifies a tree's nodes, one of `paradec.samplers.causal.trees.RULES`. EAGLE uses
             "without_replacement", EAGLE-2 "naive".
-        stop: ends a chain of drafts early: a callable of q and the drafts so far that returns whether each row stops,
-            or `Unsure` or `Unconfident` (DSpark's confidence) of `paradec.samplers.causal.drafts.stopping`. The result
-            stays exact. With a smaller model as drafter, this saves drafter forwards; with other drafters it only
-            reduces the number of verified drafts.
+        stop: rule that ends a chain of drafts early: `Unsure` or `Unconfident` (DSpark's confidence) of
+            `paradec.samplers.causal.drafts.stopping`, or a `StopRule` of that module. The result stays exact. With a
+            smaller model as drafter, this saves drafter forwards; with other drafters it only reduces the number of
+            verified drafts.
     """
 
     window: int = 5

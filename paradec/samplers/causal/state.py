@@ -39,15 +39,15 @@ class Spans(NamedTuple):
     rows: np.ndarray
     """[R] int64."""
     drafts: Tensor
-    """[R, W] int64: tokens from `committed` on."""
+    """[R, W] int64: drafts, from position `committed` on."""
     begin: np.ndarray
     stop: np.ndarray
     """[R] int64 both: the positions to evaluate; `begin` 0 means the start of each branch's prompt."""
     first: np.ndarray
     wanted: int
-    """Number of positions from `first` [R] on whose logits are read; past the span, its last position is repeated."""
+    """Logits are read at `wanted` positions from `first` [R] on. Past a span, its last position is read again."""
     is_first: np.ndarray | None = None
-    """[R] bool: rows whose prompts are evaluated; with a store this takes a separate call."""
+    """[R] bool: rows whose prompts are evaluated. With a store, these rows have a separate call."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Drafting:
     """[B] int64: final tokens that the drafter has read."""
     store: KeyValueStore | None = field(default=None, metadata=ROWS)
     features: Tensor | None = field(default=None, metadata=ROWS)
-    """[branches * B, F, D]: hidden states before the last tokens read, for drafters that reread them."""
+    """[branches * B, F, D]: hidden states before the last F tokens read, for drafters that read these tokens again."""
     broken: Tensor | None = field(default=None, metadata=ROWS)
     """[B] bool: whether the drafter returned NaN or infinite logits for a row."""
     parents: Tensor | None = field(default=None, metadata=ROWS)
@@ -75,9 +75,9 @@ class CausalState(State):
     """State of rows whose tokens are drafted and verified. `B` rows, canvas of `L` positions, `W` window slots, `V`
     tokens.
 
-    Slot i of a row's window is position `committed + i`; a draft in the last slot is never verified. Memory: "drafts"
-    [B, W], "draft_source" [B, W] and "draft_distribution" [B, W, V], as in `DraftDistributions`; with Gumbel noise
-    "noise" [B, W, V], with position i at index i % W; with "sample_*" inits "best" [B, L].
+    Slot i of a row's window is position `committed + i`; a draft in the last slot is never verified. The memory has
+    "drafts" [B, W], "draft_source" [B, W] and "draft_distribution" [B, W, V], as in `DraftDistributions`; for Gumbel
+    noise "noise" [B, W, V], with position i at index i % W; for init "sample_*" the likeliest tokens "best" [B, L].
     """
 
     facts: ModelFacts
@@ -86,10 +86,10 @@ class CausalState(State):
     context: Tensor = field(metadata={"rows": lambda state, _: RowLayout(columns=1, fill=state.facts.fill_token_id)})
     """[branches * B, L] int64 ids, conditional rows first; positions from `committed` on hold the fill id."""
     shift: np.ndarray = field(metadata=row_layout(axis=1))
-    """[branches, B] int64: offset of a branch's positions, because its prompt may have another length."""
+    """[branches, B] int64: length of the branch's prompt minus that of the conditional branch's prompt."""
     prompt_length: np.ndarray = field(metadata=ROWS)
     length: np.ndarray = field(metadata=ROWS)
-    """[B] int64 on the host: last position of each row + 1."""
+    """[B] int64 on the host: number of positions of each row."""
     keys: Tensor = field(metadata=ROWS)
     """[B, 2] int64 random keys."""
     width: int
@@ -104,7 +104,7 @@ class CausalState(State):
     """[E] int64: ids that end a row."""
     grid: Grid | None = None
     layout: Tensor | None = None
-    """[N] int64: token that the grid prescribes at each offset after the prompt, -1: none."""
+    """[N] int64: token that the grid prescribes at each offset from the prompt's end; -1: none."""
     store: KeyValueStore | None = field(default=None, metadata=ROWS)
     embeddings: Tensor | None = field(init=False, default=None)
     """[V, d] float: vectors of the tokens, for methods that compare them."""
@@ -173,7 +173,7 @@ class CausalState(State):
 
     @property
     def running(self) -> np.ndarray:
-        """[B] bool."""
+        """[B] bool: whether the row is not done yet."""
         return np.isin(np.arange(self.batch), self.rows)
 
     @property
@@ -210,8 +210,8 @@ class CausalState(State):
     def _column(self) -> Tensor:
         return torch.arange(self.context.shape[1], device=self.context.device)
 
-    def slots(self, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: slots of each row's window that lie before its end."""
+    def num_slots(self, rows: np.ndarray) -> np.ndarray:
+        """[R] int64: number of slots of each row's window that lie before the row's end."""
         return np.minimum(self.width, self.length[rows] - self.committed[rows])
 
     def positions(self, rows: np.ndarray) -> Tensor:
@@ -225,7 +225,7 @@ class CausalState(State):
 
     def num_evaluated(self) -> np.ndarray:
         """[R] int64: number of slots of each running row's window that this step evaluates."""
-        return np.minimum(self.slots(self.rows), 1 + self.drafted[self.rows])
+        return np.minimum(self.num_slots(self.rows), 1 + self.drafted[self.rows])
 
     def num_stored(self) -> np.ndarray:
         """[B] int64: number of final tokens in the store, if the store has final tokens only."""
@@ -244,8 +244,8 @@ class CausalState(State):
         """[N, Q] bool on the host: columns of a query's first branch with drafts (or padding)."""
         return query.positions[: len(query.rows)].cpu().numpy() >= self.committed[query.rows, None]
 
-    def close(self, rows: np.ndarray) -> None:
-        """Clear the store after the final tokens of `rows` [R], and update the running rows."""
+    def finish_step(self, rows: np.ndarray) -> None:
+        """Clear the store after the final tokens of `rows` [R], and find the rows that still run."""
         if self.store is not None:
             context_rows = self.context_rows(rows)
             # the last final token has not been evaluated
@@ -268,13 +268,13 @@ class CausalState(State):
         stream: int | Tensor,
         steps_ahead: np.ndarray | None = None,
     ) -> Tensor:
-        """Draw uniform numbers [R, W, count] float64 for `positions` at the rows' steps, plus `steps_ahead` [W]."""
+        """Draw uniform numbers [R, W, count] float64 for `positions` at the rows' steps + `steps_ahead` [W]."""
         steps = self.row_step[rows] if steps_ahead is None else self.row_step[rows, None] + steps_ahead
         steps = torch.as_tensor(steps, device=positions.device)
         return rng.uniform(self.keys[torch.as_tensor(rows, device=positions.device)], steps, positions, count, stream)
 
     def prescribed_tokens(self, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """[R, W] int64: tokens that the grid prescribes at positions, -1: none."""
+        """[R, W] int64: tokens that the grid prescribes at positions; -1: none."""
         layout = self.layout
         assert layout is not None  # called only with a grid
         offset = positions - torch.as_tensor(self.prompt_length[rows, None], device=positions.device)
@@ -282,7 +282,7 @@ class CausalState(State):
         return torch.where(offset < len(layout), tokens, -1)
 
     def distribution(self, logits: Tensor, rows: np.ndarray, positions: Tensor) -> Tensor:
-        """Distribution [R, W, V] of logits [R, W, V] at positions [R, W], with filters and prescribed tokens."""
+        """Compute the distribution [R, W, V] of logits [R, W, V] at positions [R, W]: filters, prescribed tokens."""
         p = token_distribution(logits, self.request, self.allowed)
         if self.has_prescribed_tokens:
             forced = self.prescribed_tokens(rows, positions).unsqueeze(-1)
@@ -299,10 +299,10 @@ class CausalState(State):
         positions: Tensor,
         node: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Quantities for log-probabilities ("log_p" [R, W, V]) and rollouts ("logits" [R, W, V]).
+        """Return the proposal's quantities for log-probabilities ("log_p" [R, W, V]) and rollouts ("logits" [R, W, V]).
 
         p: [R, W, V]: the target distributions at `positions` [R, W]; None: computed from the logits.
-        logits, guided: [R, N, V], with a constraint and without. node: [R, W] int64: indices in N; None: all."""
+        logits, guided: [R, N, V]: logits with constraint, and without. node: [R, W] int64: indices in N; None: all."""
         quantities = {}
         if self.logprobs is not None:
             node_logits = logits if node is None else logits.take_along_dim(node.unsqueeze(-1), 1)
@@ -330,16 +330,16 @@ class CausalState(State):
         context[index] = torch.where(tokens >= 0, tokens, context.take(index))
 
     def make_queries(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[CausalQuery]:
-        """Make the queries that evaluate spans of rows: one, or for models without padding one per length.
+        """Make the queries that evaluate spans of rows: one query, or one per length if the model has no padding.
 
-        store: store that has the tokens before the spans and stores the spans; None evaluates rows from 0.
+        store: has the tokens before the spans, and will store the spans; None: rows are evaluated from position 0.
         pads: whether the model supports padding."""
         if store is None:
             spans = spans._replace(begin=np.zeros_like(spans.begin))
         return [self._make_query(store, spans, index) for index in self._group_spans(store, pads, spans)]
 
     def _group_spans(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[np.ndarray]:
-        """Indices of the spans of each call."""
+        """Return the indices of the spans that each call evaluates."""
         if not pads:
             bounds = np.stack((spans.begin, spans.stop), 1)
             return [np.flatnonzero((bounds == span).all(1)) for span in np.unique(bounds, axis=0)]
@@ -351,7 +351,7 @@ class CausalState(State):
     def _make_query(self, store: KeyValueStore | None, spans: Spans, index: np.ndarray) -> CausalQuery:
         rows, begin, stop, first = (array[index] for array in (spans.rows, spans.begin, spans.stop, spans.first))
         device, shift = self.context.device, self.shift[:, rows]
-        # [branches * N], branch after branch, here and below
+        # from this line on, arrays are [branches * N], branch after branch
         committed, stop, first = ((array + shift).reshape(-1) for array in (self.committed[rows], stop, first))
         is_full = not begin.any()
         begin = np.where(begin > 0, begin + shift, 0).reshape(-1)
@@ -375,7 +375,7 @@ class CausalState(State):
             wanted=torch.as_tensor(wanted_columns, device=device),
             valid=None if valid.all() else torch.as_tensor(valid, device=device),
             branches=self.branches,
-            # the branches' prompts may have different lengths: their mean, rounded up
+            # the mean of the branches, rounded up, because their prompts may have different lengths
             forwarded=-(-(stop - begin).reshape(self.branches, -1).sum(0) // self.branches),
             index=index,
             kind="full" if is_full else "window",

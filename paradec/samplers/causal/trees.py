@@ -6,11 +6,10 @@ of the children, so that the walk continues. Shapes: `R` rows, `K` children in t
 
 - "recursive": independent children, each verified against the residual of those before it (SpecInfer, arXiv
   2305.09781).
-- "without_replacement": distinct children, each against the distribution it was drawn from (arXiv 2402.14160).
-- "k_seq": independent children against fixed distributions, p / rho for the best rho in [1, K] (SpecTr, arXiv
-  2310.15141).
+- "without_replacement": distinct children, each verified against the distribution it was drawn from (arXiv 2402.14160).
+- "k_seq": independent children, all verified against p / rho, with the best rho in [1, K] (SpecTr, arXiv 2310.15141).
 - "naive": the K likeliest tokens; a draw from p is a hit if it is one of them.
-- "greedy": the K - 1 likeliest tokens and one drawn from the rest; it accepts most often (arXiv 2502.18779).
+- "greedy": the K - 1 likeliest tokens and a token drawn from the rest; it accepts most often (arXiv 2502.18779).
 
 "k_seq" suits spread-out distributions (images), "without_replacement" and "greedy" peaked ones.
 """
@@ -47,7 +46,7 @@ class TreeRule(Protocol):
     """Whether repeated children are skipped."""
 
     def children(self, q: Tensor, count: int, uniform: Tensor) -> Tensor:
-        """Draw children [R, K] int64 from q [R, V] with uniform [R, K]; -1 if q has no further token."""
+        """Draw children [R, K] int64 from q [R, V] with uniform [R, K]. A child is -1 if q has no further token."""
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Return the accepted child, [R] int64 (-1: none), and the weights [R, V] to draw from if none is accepted.
@@ -61,7 +60,7 @@ def normalize(weights: Tensor) -> Tensor:
 
 
 def remove_tokens(distribution: Tensor, tokens: Tensor) -> Tensor:
-    """Set the probability of tokens [R, N] to 0 in a distribution [R, V], without normalising; -1 sets none."""
+    """Set the probability of tokens [R, N] to 0 in a distribution [R, V], without normalising; skip tokens of -1."""
     size = distribution.shape[-1]
     mask = torch.zeros((len(tokens), size + 1), dtype=torch.bool, device=tokens.device)
     mask.scatter_(1, torch.where(tokens < 0, size, tokens), True)
@@ -116,7 +115,7 @@ class WithoutReplacement(Sequential):
 
 
 class Naive(Sequential):
-    """The likeliest tokens, each accepted with its probability in the remaining p: in total one draw from p."""
+    """The likeliest tokens, each accepted with its probability in the remaining p. All together are one draw from p."""
 
     distinct = True
 
@@ -214,7 +213,7 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
 class Tree:
     """A static tree of drafts. Node 0 is the last final token; the other nodes are sorted by depth, then by path.
 
-    paths: the path of every node but the root, which is the index of the child at each depth.
+    paths: for every node except the root, the indices of the children from the root to the node.
     Raises ValueError for a path whose parent or previous sibling is missing."""
 
     paths: tuple[tuple[int, ...], ...]
@@ -290,7 +289,7 @@ class TreeLayout:
     """Trees of the rows. Parents precede children; siblings are in the order of verification.
 
     parents: [R, N] int64, or [1, N] if all rows have the same tree; -1 for the root, node 0.
-    depth: of the deepest possible node. widest: the largest possible number of children."""
+    depth: depth of the deepest possible node. widest: largest possible number of children of a node."""
 
     parents: Tensor
     depth: int
@@ -325,11 +324,11 @@ class TreeLayout:
 @dataclass(frozen=True)
 class DynamicTree:
     """EAGLE-2's tree, different for every row and step (arXiv 2406.16858, section 4). Each level adds the `top_k`
-    likeliest tokens below each of the `top_k` nodes with the likeliest paths. Of all nodes the likeliest `nodes - 1`
-    are selected. Since these drafts are not random draws, only the rule "naive" verifies them exactly.
+    likeliest tokens below each of the `top_k` nodes with the likeliest paths. Of all these tokens, the `nodes - 1` with
+    the likeliest paths are selected. Since such drafts are not random, only the rule "naive" verifies them exactly.
 
-    nodes: the root and the drafts (60 for 7B models in the paper).
-    depth: of the deepest node. The public code counts from the second level: its 5 is 6 here, as in the paper.
+    nodes: number of nodes, including the root (60 for 7B models in the paper).
+    depth: depth of the deepest node, as in the paper. The public code's depth is smaller by 1.
     top_k: nodes per level, and tokens per node.
     Raises ValueError for a number out of its range, or more nodes than candidates."""
 
@@ -393,7 +392,7 @@ def walk(
     drafts: [R, N] int64: the nodes' tokens; -1: no draft.
     p: [R, N, V]: the target distribution after each node; or a function that returns it for the reached nodes [R].
     q: [R, N, V]: the draft distribution after each node.
-    uniform: [R, D + 1, K + 1]: per depth, one number per child and one for the draw if none is accepted.
+    uniform: [R, D + 1, K + 1]: per depth, a number for each child, and a number for the draw if no child is accepted.
     accepts_matching_draw: whether the walk continues at a child that equals this draw; exact for `RULES`."""
     rows, device = len(drafts), drafts.device
     layout = tree.layout if isinstance(tree, Tree) else tree
@@ -445,15 +444,15 @@ def drop_nodes_past_end(state: CausalState, tree: TreeLayout, nodes: Tensor) -> 
     return nodes.masked_fill(tree.depths.to(nodes.device) >= remaining, -1)
 
 
-def step_query(state: CausalState, tree: TreeLayout, nodes: Tensor) -> CausalQuery:
-    """Evaluate the trees of a step. nodes: [R, N] of the running rows. Only final tokens are stored."""
+def make_step_query(state: CausalState, tree: TreeLayout, nodes: Tensor) -> CausalQuery:
+    """Make the query that evaluates the trees of a step. nodes: [R, N] int64. Only final tokens are stored."""
     rows, num_stored = state.rows, state.num_stored()[state.rows]
     begin = np.where(num_stored > 0, num_stored + state.shift[:, rows], 0)
     wanted_nodes = np.arange(tree.parents.shape[1]) * state.drafted[rows].any()
-    return tree_query(state, state.store, rows, tree, nodes, begin, int(wanted_nodes.max()), wanted_nodes)
+    return query_tree(state, state.store, rows, tree, nodes, begin, int(wanted_nodes.max()), wanted_nodes)
 
 
-def tree_query(
+def query_tree(
     state: CausalState,
     store: KeyValueStore | None,
     rows: np.ndarray,
@@ -463,11 +462,11 @@ def tree_query(
     num_drafts: int,
     wanted_nodes: np.ndarray,
 ) -> CausalQuery:
-    """Evaluate final tokens, which are stored, and after them drafts of a tree, which are not.
+    """Make the query that evaluates final tokens, which are stored, then drafts of a tree, which are not stored.
 
     rows: [R]. drafts: [R, N] int64, -1: no draft.
-    begin: [branches, R] int64: position of the first final token to evaluate; the last one is the root.
-    num_drafts: drafts to evaluate, from node 1. wanted_nodes: [W] int64: nodes whose logits are read."""
+    begin: [branches, R] int64: position of the first final token to evaluate. The last final token is the root.
+    num_drafts: number of drafts to evaluate, from node 1 on. wanted_nodes: [W] int64: nodes whose logits are read."""
     device, branches = state.context.device, state.branches
     committed = (state.committed[rows] + state.shift[:, rows]).reshape(-1)
     num_new = committed - begin.reshape(-1)

@@ -1,7 +1,7 @@
 """The window of drafts: its proposal in a step, its move, and guesses for its new slots.
 
 Tokens of this step that were not committed become drafts of the next window; their q is this step's p. Slots new to the
-window get a guess. Its q is uniform, or one-hot (for copied neighbours, and with guess_distribution="one_hot").
+window get guesses. The q of a guess is uniform, or one-hot (copied neighbours, or guess_distribution="one_hot").
 
 With branches (`Branches`) the drafts are a tree: node 0 is the last final token, nodes 1 to W - 1 are the window's
 drafts, and the other nodes are the branches. One path is selected and verified as a window.
@@ -28,7 +28,7 @@ from paradec.samplers.causal.trees import TreeLayout, drop_nodes_past_end
 from paradec.samplers.distributions import probability, safe_log, select_slots
 
 UNIFORM, ONE_HOT = -1, -2
-"""Values of `DraftDistributions.source`: UNIFORM, q is uniform over the tokens of guesses; ONE_HOT, q is one-hot."""
+"""Values of `DraftDistributions.source`: q is uniform over the possible guesses, or q is one-hot at the draft."""
 INITS = ("random", "repeat_horizontal", "sample_horizontal", "repeat_vertical", "sample_vertical")
 REFRESHES = ("resample", "maximal", "gumbel", "keep")
 GUESS_DISTRIBUTIONS = ("uniform", "one_hot")
@@ -99,7 +99,7 @@ class VerifiedWindow(NamedTuple):
     tokens: Tensor
     """[R, W] int64: the window after the step. Tokens up to and including slot `accepted` are final."""
     accepted: Tensor
-    """[R, 1] int64: number of drafts before the first rejection; one more token becomes final. -1: no token does."""
+    """[R, 1] int64: number of drafts before the first rejection; one more token becomes final. -1: no final token."""
     keeps_draft: Tensor | None = None
     """[R, W] bool: slots that keep their old draft and q; None: no slot."""
 
@@ -138,7 +138,7 @@ def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery
 
 def draw_uniform(state: CausalState, positions: Tensor, guesses: bool) -> tuple[Tensor, dict[str, Tensor]]:
     """Draw uniform numbers [R, W, 3] for positions [R, W]: to sample a token, to verify a draft, and to resample it. If
-    new slots get guesses, also return "guesses" [R, 2 W], numbers for 2 W slots from the first slot on."""
+    new slots get guesses, also return "guesses" [R, 2 W]: the guesses' numbers for 2 W slots from slot 0 on."""
     if not (guesses and state.guesses):
         return state.uniform(state.rows, positions, 3, rng.TOKEN_STREAM), {}
     rows, width = state.rows, state.width
@@ -151,7 +151,7 @@ def draw_uniform(state: CausalState, positions: Tensor, guesses: bool) -> tuple[
 
 
 def draw_tokens(state: CausalState, p: Tensor, positions: Tensor, uniform: Tensor) -> Tensor:
-    """Draw tokens [R, W] from p [R, W, V]: with the stored noise of their positions, else with `uniform` [R, W]."""
+    """Draw tokens [R, W] from p [R, W, V] with the positions' stored noise; if there is none, with `uniform` [R, W]."""
     if state.request.temperature == 0:
         return argmax(p)
     if "noise" not in state.memory:
@@ -161,7 +161,7 @@ def draw_tokens(state: CausalState, p: Tensor, positions: Tensor, uniform: Tenso
 
 
 def read_drafts(state: CausalState, rows: np.ndarray) -> DraftDistributions:
-    """Read the drafts in the windows of rows, and their q."""
+    """Read the drafts in the windows of rows, and the q of each draft."""
     memory = state.memory.read(rows)
     return DraftDistributions(memory["drafts"], memory["draft_distribution"], memory["draft_source"], state.guess)
 
@@ -181,8 +181,8 @@ def read_window(state: CausalState, proposal: Proposal) -> tuple[DraftWindow, Te
 def move_window(
     state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Move the window by `count` [R, 1] tokens. For tokens that were not committed, this step's p becomes q. Returns
-    the slots with drafts, [R, W] bool (a prefix); the drafts and their `DraftDistributions.source`, [R, W] int64."""
+    """Move the window by `count` [R, 1] tokens. For tokens that were not committed, this step's p becomes q. Return
+    which slots have drafts, [R, W] bool (a prefix); the drafts; and their `DraftDistributions.source`, [R, W] int64."""
     rows, p = proposal.rows, proposal.quantities["p"]
     slot = torch.arange(state.width, device=p.device)
     dense, source = p, slot.expand(len(rows), -1)
@@ -214,7 +214,7 @@ def guess_drafts(
 
     num_known: [R, 1]: number of first slots that already have drafts [R, W].
     uniform: [R, W]: numbers for random guesses; None draws them.
-    init, distribution: see `SJD`. from_text: whether random guesses are drawn from the tokens of the row's text."""
+    init, distribution: `init` and `guess_distribution` of `SJD`. from_text: as for `draw_from_text`."""
     if not state.guesses:
         return drafts, torch.full_like(drafts, ONE_HOT)
     if uniform is None:
@@ -222,7 +222,7 @@ def guess_drafts(
     size = len(state.guess_ids)
     guess = state.guess_ids[(uniform * size).long().clamp(max=size - 1)]
     if from_text:
-        guess = torch.where((text := random_text(state, rows, uniform)) >= 0, text, guess)
+        guess = torch.where((text := draw_from_text(state, rows, uniform)) >= 0, text, guess)
     source = torch.full_like(guess, UNIFORM if distribution == "uniform" else ONE_HOT)
     copies_neighbours = init not in (None, "random", "model")
     if not copies_neighbours and not state.has_prescribed_tokens:
@@ -237,8 +237,8 @@ def guess_drafts(
     return guess, source
 
 
-def random_text(state: CausalState, rows: np.ndarray, uniform: Tensor) -> Tensor:
-    """Draw tokens [R, W] int64 of each row's text with uniform [R, W]; -1 for tokens that are not allowed."""
+def draw_from_text(state: CausalState, rows: np.ndarray, uniform: Tensor) -> Tensor:
+    """Draw tokens [R, W] int64 from each row's prompt and answer with uniform [R, W]; -1: the token is not allowed."""
     device, size = uniform.device, len(state.guess)
     length = torch.as_tensor(state.committed[rows, None], device=device)
     column = (uniform * length).long().minimum(length - 1)
@@ -251,7 +251,7 @@ def random_text(state: CausalState, rows: np.ndarray, uniform: Tensor) -> Tensor
 def copy_neighbours(
     state: CausalState, rows: np.ndarray, init: str, positions: Tensor, num_known: Tensor, drafts: Tensor
 ) -> Tensor:
-    """Copy tokens [R, W] int64 of the neighbours of positions [R, W], -1: no neighbour. init: see `SJD`."""
+    """Return the tokens [R, W] int64 of the neighbours of positions [R, W]; -1: no neighbour. init: see `SJD`."""
     index = torch.as_tensor(rows, device=drafts.device)
     slot = torch.arange(state.width, device=drafts.device)
     if init.startswith("sample"):
@@ -299,7 +299,7 @@ def draw_noise(state: CausalState, rows: np.ndarray, num_new: np.ndarray) -> Non
 
 @dataclass
 class Path:
-    """The selected path through a window with branches."""
+    """Path of drafts selected from a window and its branches."""
 
     node: Tensor
     """[R, W] int64: the node whose distribution each slot uses."""
@@ -310,7 +310,7 @@ class Path:
     drafts: Tensor
     """[R, W] int64: the draft of each slot; -1 if it has none and uses the sampled token."""
     uniform: Tensor
-    """[R, W, 2] float64: numbers to verify each draft and to resample a rejected one; 0 always accepts."""
+    """[R, W, 2] float64: numbers to verify each draft (0: accept) and to resample a rejected draft."""
     quantities: dict[str, Tensor] = field(default_factory=dict)
     """Further quantities of the proposal."""
 

@@ -40,8 +40,8 @@ class Step:
     """Offsets of the tokens that these logits predict."""
 
 
-def schedule(grid: Grid, window: int) -> list[Step]:
-    """Plan the steps of a grid, one raster after the other; the first step also evaluates the prompt."""
+def plan_steps(grid: Grid, window: int) -> list[Step]:
+    """Plan the steps of a grid. Rasters are decoded one after the other; the first step also evaluates the prompt."""
     forced = grid.layout.tolist()
     deferred: list[int] = []  # offsets at the end of complete rows, evaluated in the next step
     steps: list[Step] = []
@@ -51,7 +51,7 @@ def schedule(grid: Grid, window: int) -> list[Step]:
         for (cells,) in orders.ZipAR(window).groups(height, width):
             token_at: dict[int, int] = {offset: offset for offset in deferred}
             targets: dict[int, int] = {}
-            num_decided = dict(divmod(cell, width) for cell in cells.tolist())  # decided cells of each open row
+            num_decided = dict(divmod(cell, width) for cell in cells.tolist())  # per row in progress
             deferred = []
             for row, column in num_decided.items():
                 offset = row_starts[row] + column  # the token to predict
@@ -77,7 +77,7 @@ class ZipARState(CausalState):
     schedule: list[Step] = field(init=False, default_factory=list)
     """The steps of the request."""
 
-    def close(self, rows: np.ndarray) -> None:
+    def finish_step(self, rows: np.ndarray) -> None:
         # tokens before the first one that a later step predicts are final
         targets = [offset for step in self.schedule[self.commits :] for offset in step.targets]
         self.committed = self.prompt_length + min(targets, default=self.max_new_tokens)
@@ -86,14 +86,14 @@ class ZipARState(CausalState):
 
 @dataclass(frozen=True)
 class ZipAR(CausalSampler):
-    """A row starts once `window` tokens of the row above are decided; all open rows grow by one token per step.
+    """A row starts once `window` tokens of the row above are decided; then every step decides one token of the row.
 
     Not lossless: a token does not see the undecided tokens at the right of the rows above. If rows have no end token, a
     row's first token is predicted from the latest token of the row above. A `window` of at least the image's width is
     token-by-token decoding. There are no drafts. Needs a grid and a model with a key/value store.
 
     Args:
-        window: number of tokens by which a row is ahead of the next one.
+        window: number of tokens by which a row is ahead of the row below.
     """
 
     window: int = 16
@@ -126,7 +126,7 @@ class ZipAR(CausalSampler):
 
     def open(self, state: CausalState, model: Any) -> None:
         assert isinstance(state, ZipARState) and state.grid is not None and state.layout is not None  # checked
-        state.schedule = schedule(state.grid, self.window)
+        state.schedule = plan_steps(state.grid, self.window)
         layout = state.layout.expand(state.batch, -1)  # prescribed tokens are written at the start
         state.write(_columns(state, range(len(state.layout))), state.rows, layout)
 
@@ -134,7 +134,7 @@ class ZipAR(CausalSampler):
         return Sampler.observe(self, state, proposal)  # without drafts
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """Evaluate the last token of every open row at its position; in the first step the prompt."""
+        """Evaluate the last token of every row in progress; in the first step, evaluate the prompt."""
         assert isinstance(state, ZipARState)
         step, device = state.schedule[state.commits], state.context.device
         prompt_end = (state.prompt_length + state.shift).reshape(-1)[:, None]
@@ -163,7 +163,7 @@ class ZipAR(CausalSampler):
         ]
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        """Draw a token for every open row. Quantities: "top_logit" [R, W]."""
+        """Draw a token for each of the W rows in progress. Quantities: "top_logit" [R, W]."""
         assert isinstance(state, ZipARState)
         positions = _columns(state, state.schedule[state.commits].targets)
         logits = read_logits(state, outputs, queries)
@@ -184,5 +184,5 @@ class ZipAR(CausalSampler):
 
 
 def _columns(state: CausalState, offsets: Iterable[int]) -> Tensor:
-    """[B, N] int64: positions of offsets [N] after the prompt."""
+    """[B, N] int64: positions of offsets [N], which count from the end of the prompt."""
     return torch.as_tensor(state.prompt_length[:, None] + np.array(list(offsets)), device=state.context.device)

@@ -88,9 +88,9 @@ class ContinuousSampler(Sampler):
         """As `Sampler.start`.
 
         prompt: class labels, one per image.
-        request: `steps` is T, from 1 to S, by default 64 (the paper's fast setting; 256 is its best). The published
-            models use a `guidance_scale` of 2.9, 3.0 and 3.2. A trace shows a token as its numbers.
-        order: [B, S] int64: the order to use, last position first; None draws a random one."""
+        request: `steps` is T, from 1 to S, by default 64 (the paper's fast setting; 256 is its best). The three
+            published models have a `guidance_scale` of 2.9, 3.0 and 3.2. A trace records each token's numbers.
+        order: [B, S] int64: positions, from the last to be decided to the first; None: a random order per image."""
         self.check_model(model)
         if "temperature" in arguments:
             raise ValueError(f"temperature is a setting of sampler {self.name!r}: leave it out of the request")
@@ -141,12 +141,12 @@ class MARState(ContinuousState):
     """State of a request; each step is a commit."""
 
     reused_keys: ReusedKeys | None = None
-    """Keys and values from the full step of the open group."""
+    """Keys and values from the full step of the current group."""
 
 
 @dataclass(kw_only=True)
 class MARProposal(LatentProposal):
-    """Proposal, with keys and values for the group's local steps."""
+    """Proposal of a step. A full step also returns keys and values for the group's local steps."""
 
     positions: Tensor
     """[R, W] int64: positions of the values."""
@@ -167,13 +167,13 @@ class MAR(ContinuousSampler):
     Random numbers are counter-based: an image depends on its seed and class, not on the other rows.
 
     Args:
-        local_steps: l: local steps per group; 0 is MAR; ReCAP's scripts have 1.
-        full_groups: number of groups without local steps, at the start; None: half of the steps, as in the scripts.
+        local_steps: local steps per group. 0 is MAR; ReCAP's scripts have 1.
+        full_groups: number of first groups that have no local steps; None: half of all steps, as in the scripts.
         head_steps: steps of the diffusion head, 1 to 1000.
         fast_ratio: share of `head_steps` that local steps make, in (0, 1]; rounded down to at least 1 step.
         temperature: factor of the noise that the head's steps add.
-        guidance_schedule: "linear": the scale grows from 1 to the request's with the decided positions (the paper); or
-            "constant".
+        guidance_schedule: "linear": the scale grows with the number of decided positions, from 1 to the request's (as
+            in the paper); or "constant".
         chunk_order: order in which steps decide a group's positions: "raster", row by row, a quirk of ReCAP's code; or
             "order", the random order.
         keep_buffer: True reads the stored keys and values of the class tokens in local steps; False evaluates the class
@@ -214,7 +214,7 @@ class MAR(ContinuousSampler):
     # ---- groups -----------------------------------------------------------------------------------------------------
 
     def group(self, state: MARState) -> range:
-        """Return the steps of the open group."""
+        """Return the steps of the current group."""
         steps = len(state.num_left) - 1
         full = steps // 2 if self.full_groups is None else self.full_groups
         size = self.local_steps + 1
@@ -222,7 +222,7 @@ class MAR(ContinuousSampler):
         return range(first, first + 1 if first < full else min(first + size, steps))
 
     def chunks(self, state: MARState) -> list[Tensor]:
-        """Return the positions [B, n] that each step of the open group decides, ascending."""
+        """Return the ascending positions [B, n] that each step of the current group decides."""
         group, num_left = self.group(state), state.num_left
         if self.chunk_order == "order" or len(group) == 1:
             return [state.order[:, num_left[step + 1] : num_left[step]].sort(-1).values for step in group]

@@ -22,9 +22,9 @@ from paradec.samplers.pictures.continuous import ContinuousSampler, ContinuousSt
 from paradec.samplers.pictures.start import scheduled_guidance
 
 ACCEPT_STREAM, REDRAW_STREAM = 2, 3
-"""Random streams that accept drafts and that redraw rejected ones; the heads' noise is from TOKEN_STREAM."""
+"""Random streams for accepting drafts, and for redrawing rejected drafts; the heads' noise is from TOKEN_STREAM."""
 TRAINED_STEPS = 1000
-"""Training steps of the diffusion heads."""
+"""Number of diffusion steps with which the heads were trained."""
 
 
 # ---- the rule -------------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class Verdict:
     accepted: Tensor
     """[n] bool."""
     resolved: Tensor
-    """[n] bool: accepted or redrawn; the other tokens are the target's mean, or zero if not `mended`."""
+    """[n] bool: accepted or redrawn; `values` of the other tokens are the target's mean, or zero if not `mended`."""
     rounds: int
     """Number of rounds in which tokens were redrawn."""
 
@@ -65,11 +65,11 @@ def verify_drafts(
 
         Sigma prod(sq / sp) exp(-|(x - mp) / sp|^2 / (2 T^2)) / exp(-|(x - mq) / sq|^2 / (2 T^2)) > u.
 
-    A rejected draft is redrawn: y ~ p replaces it if another u < (p(y) - q(y) / Sigma)+ / p(y); else it waits for the
-    next round. With T = 1, Sigma = 1 and x ~ q the result is distributed as p.
+    In every round, each rejected draft gets a candidate y ~ p and another uniform number u. The candidate replaces the
+    draft if u < (p(y) - q(y) / Sigma)+ / p(y). With T = 1, Sigma = 1 and x ~ q the result is distributed as p.
 
-    x: [n, channels]. draft, target: distributions, each [n, channels]. uniform: [n], the numbers u.
-    redraw: (round, tokens [m] int64) -> standard normal [m, channels] and uniform [m] numbers for these tokens.
+    x: [n, channels]. draft, target: distributions, each [n, channels]. uniform: [n], the numbers u for the drafts.
+    redraw: (round, token indices [m] int64) -> standard normal [m, channels] and uniform [m] numbers for these tokens.
     inner_temperature: T. max_rounds: limit of rounds. mended: see `CSpD`."""
     x, mq, sq, mp, sp = (tensor.double() for tensor in (x, draft.mean, draft.std, target.mean, target.std))
     log_sigma = (target.half_log_variance.double() - draft.half_log_variance.double()).sum(-1)
@@ -83,14 +83,14 @@ def verify_drafts(
     ratio = ratio.nan_to_num(nan=0.0, posinf=torch.inf)  # if a standard deviation is 0
     accepted = ratio > uniform
     values, rounds = x.clone(), 0
-    # the public code also redraws accepted tokens, without effect, until it has taken a redrawn value for each
+    # the public code also redraws accepted tokens, until each has a redrawn value; it then discards these values
     is_final = accepted if mended else accepted & accepted.all()
     while rounds < max_rounds and not is_final.all():
-        tokens = (~is_final).nonzero().squeeze(-1) if mended else torch.arange(len(x), device=x.device)
-        noise, accept_uniform = redraw(rounds, tokens)
-        y = mp[tokens] + sp[tokens] * noise.double()
-        q_to_p = (-log_scales[tokens] - exponents(y, tokens) - log_sigma[tokens]).exp()  # q(y) / (Sigma p(y))
-        redrawn = tokens[accept_uniform < 1 - q_to_p]
+        index = (~is_final).nonzero().squeeze(-1) if mended else torch.arange(len(x), device=x.device)
+        noise, accept_uniform = redraw(rounds, index)
+        y = mp[index] + sp[index] * noise.double()
+        q_to_p = (-log_scales[index] - exponents(y, index) - log_sigma[index]).exp()  # q(y) / (Sigma p(y))
+        redrawn = index[accept_uniform < 1 - q_to_p]
         values[redrawn] = y[accept_uniform < 1 - q_to_p]
         is_final = is_final.index_fill(0, redrawn, True)
         rounds += 1
@@ -113,8 +113,8 @@ class CounterDraws:
     """Number of positions of an image."""
 
     def chain(self, positions: Tensor, steps: int, channels: int) -> Tensor:
-        """Draw standard normal numbers [B, W, steps + 1, channels] for the heads at `positions` [B, W]: the start, then
-        one row per step in the order of execution. Both models use the same numbers."""
+        """Draw standard normal numbers [B, W, steps + 1, channels] for the diffusion heads at `positions` [B, W]: the
+        initial noise, then the noise of every step. Both models use the same numbers."""
         zero = torch.zeros(len(positions), dtype=torch.int64, device=positions.device)
         uniform = rng.uniform(self.keys, zero, positions, (steps + 1) * channels, rng.TOKEN_STREAM)
         return to_normal(uniform).unflatten(-1, (steps + 1, channels))
@@ -141,14 +141,14 @@ class CounterDraws:
 
 @dataclass
 class CSpDState(ContinuousState):
-    """State of a request. A commit is one step of the target, or several drafted steps."""
+    """State of a request. A commit decides the tokens of one step of the model, or of several drafted steps."""
 
     schedule: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
     """[T + 1] int64 on the host: number of undecided positions of a row before every step; 0 after the last."""
     calls: tuple[range, ...] = ()
-    """Steps that each commit decides."""
+    """Range of steps of each commit."""
     num_target_steps: int = 0
-    """Number of commits at the start that are steps of the target alone."""
+    """Number of steps that the model makes alone, one per commit, before the first drafts."""
     draws: CounterDraws | None = None
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[B] int64 on the host: forwards of the draft model."""
@@ -160,14 +160,14 @@ class CSpDState(ContinuousState):
 
 @dataclass(kw_only=True)
 class CSpDProposal(LatentProposal):
-    """Tokens [B, W, channels] of a step of the target; or drafts, target distributions and verdict."""
+    """Tokens of a commit: `values` [B, W, channels] are the model's own, or verified drafts if there is a `verdict`."""
 
     positions: Tensor
     """[B, W] int64, ascending: positions of the values."""
     target: TokenDistribution
     """[B, W, channels]."""
     draft: TokenDistribution | None = None
-    """[B, W, channels]; None for a step of the target."""
+    """[B, W, channels]; None for a step of the model alone."""
     verdict: Verdict | None = None
     """Verdict on the B * W tokens, row by row."""
     draft_cost: Cost | None = None
@@ -179,21 +179,21 @@ class CSpD(ContinuousSampler):
     call, and accepts or replaces each token independently. Both heads use the same noise at a position, so that their
     tokens are close.
 
-    Lossy: the model verifies all tokens of a call from the context before them. Also, the heads' last step adds no
-    noise, so that the compared distributions are points; `inner_temperature` makes them comparable. `nfe` counts the
-    model's calls, `draft_nfe` the draft model's. For a comparison, the model alone makes as many calls with the same
-    noise if `ratio=1` and `steps=nfe`.
+    Lossy, for two reasons. The model verifies all tokens of a call from the context before the call. The heads' last
+    step adds no noise, so that a draft is always the mean of its distribution; `inner_temperature` widens both
+    distributions to compare them. `nfe` counts the model's calls, `draft_nfe` the draft model's. As a baseline,
+    `ratio=1` with `steps=nfe` makes as many calls of the model alone, with the same noise.
 
-    Of T steps the first 1 + floor(ratio T) are steps of the model alone. The drafts are verified at step s if
-    `num_draft` divides s, and at the last step.
+    Of T steps the model makes the first 1 + floor(ratio T) alone. Later drafts are verified at every step that
+    `num_draft` divides, and at the last step.
 
-    `mended` (the default) changes the public code's rule. An accepted token is not redrawn (the code redraws all tokens
-    until it has taken a value for each). A token that no round accepts gets the mean of the model's chain (the code
-    writes zeros). Therefore a row does not depend on other rows; in the code it does. Under both rules, redrawn tokens
-    have the noise of the last step; without it their distribution would have no density.
+    `mended` (the default) changes two parts of the public code's rule. Accepted tokens are not redrawn (the code
+    redraws all tokens until each has a redrawn value), so that rows do not depend on each other. A token that is never
+    accepted gets the mean of the model's chain (the code writes zeros). Under both rules, redrawn tokens have the noise
+    of the last step; without this noise their distribution would have no density.
 
     Random numbers are counter-based: an image depends only on its seed and class, except with `mended=False`. The
-    preset "demo" is the code's demonstration, with 256 steps and a guidance scale of 4.
+    preset "demo" has the settings of the code's demonstration, which has 256 steps and a guidance scale of 4.
 
     Args:
         draft: the smaller `paradec.models.images.mar.MARModel`, with the same positions, channels, classes and latents;
@@ -203,13 +203,13 @@ class CSpD(ContinuousSampler):
         inner_temperature: T of the acceptance rule (`verify_drafts`), above 0.
         mended: see above.
         max_rounds: limit of the rounds that redraw rejected tokens.
-        head_steps: steps of both diffusion heads: 1 to 1000; or counts for equal sections of the training steps,
-            such as (10, 1) or "10,1", evenly spaced within each section.
+        head_steps: number of steps of both diffusion heads, 1 to 1000. Several numbers, such as (10, 1) or "10,1",
+            are for equal sections of the training steps. Steps are evenly spaced within a section.
         temperature: factor of the noise that the heads' steps add. At 0, which needs `mended`, no draft is accepted,
             and all tokens are the means of the model's chains.
-        guidance_schedule: "linear" grows from 1 towards the request's scale: 1 + (scale - 1) (S - m) / S with m
-            undecided positions of S after the step (as in the code, m is 1 at the last step); or "constant". The call
-            that verifies several steps has the scale of the last one.
+        guidance_schedule: "linear" grows from 1 towards the request's scale: 1 + (scale - 1) (S - m) / S, where m of S
+            positions are undecided after the step (as in the code, m is 1 at the last step); or "constant". A call
+            that verifies several steps has the scale of the last of these steps.
 
     Raises:
         ValueError: a setting out of its range. TypeError: a draft model of another kind.
@@ -297,7 +297,7 @@ class CSpD(ContinuousSampler):
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def query(self, state: CSpDState) -> list[ContinuousQuery]:
-        return [self._evaluation(state, state.tokens, state.calls[state.index])]
+        return [self._make_query(state, state.tokens, state.calls[state.index])]
 
     def guidance(self, state: CSpDState, step: int) -> float | None:
         """Return the guidance scale of a step; None without guidance."""
@@ -307,8 +307,8 @@ class CSpD(ContinuousSampler):
         num_decided = size - max(int(state.schedule[step + 1]), 1)
         return float(scheduled_guidance(self.guidance_schedule, state.guidance_scale, num_decided, size))
 
-    def _evaluation(self, state: CSpDState, tokens: Tensor, steps: range) -> ContinuousQuery:
-        """Make the query that draws the positions of `steps` together, from the tokens [B, S, channels] before them."""
+    def _make_query(self, state: CSpDState, tokens: Tensor, steps: range) -> ContinuousQuery:
+        """Make the query that draws all tokens of `steps`, given the tokens [B, S, channels] of earlier steps."""
         known = state.order[:, state.schedule[steps.start] :].sort(-1).values
         wanted = state.order[:, state.schedule[steps.stop] : state.schedule[steps.start]].sort(-1).values
         sections, size = parse_head_steps(self.head_steps), state.order.shape[1]
@@ -333,7 +333,7 @@ class CSpD(ContinuousSampler):
     def propose(
         self, state: CSpDState, outputs: list[ContinuousAnswer], queries: list[ContinuousQuery]
     ) -> CSpDProposal:
-        """Read the model's answer; then draw and verify drafts, which the model does not read."""
+        """Return the model's tokens; or draw drafts (which the model does not read) and verify them."""
         (answer,), (query,) = outputs, queries
         assert answer.distribution is not None
         proposal = CSpDProposal(
@@ -355,7 +355,7 @@ class CSpD(ContinuousSampler):
         tokens, queries = state.tokens, []
         distributions = [torch.zeros_like(tokens) for _ in range(3)]
         for step in state.calls[state.index]:
-            query = self._evaluation(state, tokens, range(step, step + 1))
+            query = self._make_query(state, tokens, range(step, step + 1))
             distribution = self.draft(query).distribution
             index = query.wanted.unsqueeze(-1).expand_as(distribution.mean)
             step_values = (distribution.mean, distribution.std, distribution.half_log_variance)
@@ -415,8 +415,8 @@ class CSpD(ContinuousSampler):
 
 
 def parse_head_steps(head_steps: int | str | Sequence[int]) -> tuple[int, ...]:
-    """Return the number of steps of a diffusion head in each of several equal sections of its training steps. Raises
-    ValueError for anything but an integer or several, and for more steps than a section has."""
+    """Return the number of steps in each of n equal sections of a diffusion head's training steps. Raises ValueError if
+    `head_steps` is not one or more positive integers, or has more steps than a section."""
     if isinstance(head_steps, str):
         entries = [entry.strip() for entry in head_steps.split(",")]
         counts: tuple[Any, ...] = tuple(int(entry) if entry.isdecimal() else 0 for entry in entries)
@@ -428,8 +428,8 @@ def parse_head_steps(head_steps: int | str | Sequence[int]) -> tuple[int, ...]:
     max_count = TRAINED_STEPS // max(len(counts), 1)
     if not counts or not all(type(count) is int and 1 <= count <= max_count for count in counts):
         raise ValueError(
-            f"head_steps={short_repr(head_steps)} must be an integer, or several with commas, each from 1 to "
-            f"{TRAINED_STEPS} divided by their number"
+            f"head_steps={short_repr(head_steps)} must be n integers separated by commas, each from 1 to "
+            f"{TRAINED_STEPS} / n"
         )
     return counts
 

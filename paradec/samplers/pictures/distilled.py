@@ -28,8 +28,8 @@ from paradec.samplers.start import make_row_keys
 
 
 class CellTeacher:
-    """A LlamaGen as teacher, which draws one cell per call with a key/value store. At guidance 1 the unconditional
-    branch is not evaluated (the public code then reads no prefix, and fails)."""
+    """LlamaGen as teacher. It draws one cell of the picture per call, with a key/value store. At guidance scale 1 the
+    unconditional branch is not evaluated (at this scale the public code reads no prefix, and fails)."""
 
     def __init__(self, teacher: Any, labels: Sequence[int], count: int, scale: float):
         layout = teacher.request(list(labels), teacher.grid())
@@ -43,7 +43,7 @@ class CellTeacher:
         """Number of tokens in the store, including the class."""
 
     def query(self, ids: Tensor, codes: Tensor, stage: int, step: int) -> Any:
-        """Make the query of cell `stage`. ids: [B, N] int64: the tokens. codes: [V, C]: the code vectors."""
+        """Make the query of cell `stage`. ids: [B, N] int64: tokens. codes: [V, C]: code vectors, for scales only."""
         context = torch.cat((self.prompts, ids[:, :stage].repeat(self.branches, 1).to(self.prompts.device)), 1)
         index = np.arange(len(context))
         column = torch.arange(self.stored, stage + 1, device=context.device)
@@ -68,13 +68,13 @@ class CellTeacher:
         return apply_guidance(logits, self.scale) if self.branches == 2 else logits
 
     def span(self, stage: int) -> tuple[int, int]:
-        """Return the index of the first token of a stage, and of the first token after it."""
+        """Return the indices of a stage's tokens as (first, last + 1)."""
         return stage, stage + 1
 
 
 class ScaleTeacher(CellTeacher):
-    """A VAR as teacher, which draws one scale per call with a store. Its first call also reads all earlier scales; the
-    public code has no mask in it, so that coarse scales see finer ones. `masked` adds the mask used in training."""
+    """VAR as teacher. It draws one scale per call, with a store. Its first call also evaluates all earlier scales; in
+    the public code they all see each other in that call. `masked` adds the mask used in training."""
 
     def __init__(self, teacher: Any, labels: Sequence[int], request: Request, masked: bool):
         self.model, self.masked, self.scale = teacher, masked, request.guidance_scale
@@ -99,7 +99,7 @@ class ScaleTeacher(CellTeacher):
             last=stage,
             store=self.store,
             branches=self.branches,
-            # a scale without guidance needs its unconditional half only for the keys and values
+            # at guidance scale 1 the unconditional half is evaluated only for its keys and values
             wanted=self.branches if self._guidance(stage) != 1 else 1,
             masked=self.masked,
             forwarded=np.full(len(self.labels), stop - first),
@@ -121,9 +121,9 @@ class ScaleTeacher(CellTeacher):
 
 
 TEACHER_FIELDS = {"guidance_scale": (1.0,), "temperature": (1.0,), "top_k": (None,), "top_p": (None, 1)}
-"""Fields of a request that only a teacher supports, and the values allowed without one."""
+"""Fields of a request that only a teacher supports, and their allowed values without a teacher."""
 NOISE_STREAM = 3
-"""Random stream (`paradec.core.rng`) of the noise from which a picture is made."""
+"""Random stream (`paradec.core.rng`) of the noise from which the student makes a picture."""
 
 
 @dataclass
@@ -145,8 +145,8 @@ class DistilledState(State):
     tokens: Tensor
     """[B, N, C]: the first `num_final` tokens are final; the others are from the latest call (at first noise)."""
     ids: Tensor
-    """[B, N] int64: ids of the codes nearest to `tokens`, where a teacher reads them; -1 elsewhere."""
-    split: int
+    """[B, N] int64: ids of the latest proposals (-1: none yet), or for a teacher's first call of the nearest codes."""
+    split: int  # number of tokens that are codes in the result; the other tokens are vectors
     teacher: CellTeacher | None = None
     """The teacher, with its store."""
     index: int = 0
@@ -183,34 +183,36 @@ class DistilledProposal(LatentProposal):
     """Proposal of one call."""
 
     ids: Tensor
-    """[B, W] int64: a student's likeliest codes (at kept tokens the nearest codes), or a teacher's draws."""
+    """[B, W] int64: a teacher's drawn codes; or a student's likeliest codes, and the nearest codes of its data."""
     first: int = 0
     """Index of the first token of `values`."""
     continuous: Tensor | None = None
     """[B, N, C]: vectors from the student's head."""
     logits: Tensor | None = None
-    """[B, N, V]: logits of the student's head; for a teacher [B, W, V], guided."""
+    """[B, N, V]: logits of the student's head; or [B, W, V]: a teacher's logits with guidance."""
 
 
 @dataclass(frozen=True)
 class Distilled(Sampler):
-    """Each stage t of `t_list` is one call of the student. The call keeps the first K(t) tokens, resets all others to
-    the initial noise, and predicts their codes and vectors. In the result the first K(split) tokens are codes, the
-    others vectors. K(t) is t for a student of LlamaGen, and the number of tokens of t scales for a student of VAR.
+    """The student is called once for each stage t of `t_list`. A call leaves the first K(t) tokens unchanged, as data,
+    resets the others to the initial noise, and predicts their codes and vectors. In the result the first K(split)
+    tokens are codes, and the others vectors. K(t) is t for a student of LlamaGen; for a student of VAR it is the number
+    of tokens in the first t scales.
 
-    A student has no guidance, and only its noise is random. A `teacher` draws the tokens from stage `teacher_start` up
-    to the second stage, given the codes nearest to the vectors of the first call (teacher_start=0 skips this call).
-    `guidance_scale`, `temperature`, `top_k` and `top_p` of the request apply to the teacher.
+    A student has no guidance, and only its initial noise is random. A `teacher` draws the tokens from stage
+    `teacher_start` up to the second stage of `t_list`. It reads the codes nearest to the vectors of the student's first
+    call; teacher_start=0 omits that call. The request's `guidance_scale`, `temperature`, `top_k` and `top_p` apply to
+    the teacher.
 
     Random numbers are counter-based: a picture depends on its seed and class, not on the other rows.
 
     Args:
-        t_list: the stages, ascending from 0; None: (0,) or (0, t) for one or two `steps`, where the student defines t.
-        split: stage up to which tokens are codes in the result; None: as the student defines it.
+        t_list: the stages, ascending from 0; None: (0,) for steps=1, else (0, t) with the student's default t.
+        split: stage before which tokens are codes in the result; None: the student's default.
         teacher: the model that the student was distilled from; `to_dict` has only its name.
         teacher_start: first stage of the teacher.
-        masked_prefix: whether a VAR teacher reads its prefix with the mask used in training, so that no scale sees
-            finer scales (the public code has no such mask). No effect without a prefix, and on LlamaGen.
+        masked_prefix: whether a VAR teacher's first call has the attention mask used in training, so that no scale
+            sees finer scales (the public code has no such mask). No effect for LlamaGen, or with teacher_start=0.
 
     Raises:
         ValueError, TypeError: a setting out of its range.
@@ -263,7 +265,7 @@ class Distilled(Sampler):
             if not callable(self.teacher) or not hasattr(self.teacher, "facts"):
                 raise TypeError(f"teacher={short_repr(self.teacher)} must be an image model, as from paradec.load")
             if self.t_list is not None and len(self.t_list) != 2:
-                raise ValueError(f"t_list={short_repr(self.t_list)} must be two stages with a teacher, such as (0, 80)")
+                raise ValueError(f"with a teacher, t_list={short_repr(self.t_list)} must be two stages, as in (0, 80)")
             if self.t_list is not None and self.teacher_start >= self.t_list[1]:
                 raise ValueError(f"teacher_start={self.teacher_start} must be below the second stage, {self.t_list[1]}")
 
@@ -281,17 +283,15 @@ class Distilled(Sampler):
         """As `Sampler.start`.
 
         prompt: class labels, one per picture.
-        request: `steps` is 1 or 2 (the default). Raises ValueError for `TEACHER_FIELDS` without a teacher.
-        noise: [B, N, C]: standard normal numbers from which the pictures are made; None draws them."""
+        request: `steps` is 1 or 2 (default: 2). Fields in `TEACHER_FIELDS` raise ValueError without a teacher.
+        noise: [B, N, C]: standard normal numbers from which the pictures are made; None: drawn from the seeds."""
         self.check_model(model)
         request = request_for(self, request, arguments)
         facts = model.facts
         labels = check_labels(prompt, facts.classes - 1)
         for name, neutral in TEACHER_FIELDS.items():
             if self.teacher is None and (value := getattr(request, name)) not in neutral:
-                raise ValueError(
-                    f"{name}={short_repr(value)} has no meaning without a teacher: a student is not guided"
-                )
+                raise ValueError(f"{name}={short_repr(value)} has no meaning without a teacher; leave it out")
         stages: Stages = facts.stages
         split = stages.split if self.split is None else self.split
         check_int("split", split, low=0, high=stages.last)
@@ -305,7 +305,7 @@ class Distilled(Sampler):
             noise = to_normal(rng.uniform(keys, zero, positions, shape[2], NOISE_STREAM).clamp(max=BELOW_ONE))
         noise = torch.as_tensor(noise)
         if noise.shape != shape or not noise.is_floating_point():
-            raise ValueError(f"noise has shape {tuple(noise.shape)}; it must be {list(shape)} numbers")
+            raise ValueError(f"noise must be floats of shape {shape}, not {noise.dtype} of {tuple(noise.shape)}")
         noise = noise.to(device, dtype)
         state = DistilledState(
             batch=len(labels),
@@ -339,7 +339,7 @@ class Distilled(Sampler):
             check_int("steps", steps, low=1, high=2, none=True)
             t_list = (0,) if steps == 1 else (0, stages.second)
         elif steps is not None and steps != len(t_list):
-            raise ValueError(f"steps={steps} must be {len(t_list)}, the stages of t_list={t_list}, or left out")
+            raise ValueError(f"steps={steps} must be {len(t_list)}, the length of t_list={t_list}, or left out")
         check_int("t_list", t_list[-1], low=0, high=stages.last)
         if self.teacher is None:
             return [("student", stage) for stage in t_list if stage < stages.last]
@@ -379,7 +379,7 @@ class Distilled(Sampler):
     def propose(self, state: DistilledState, outputs: list[Any], queries: list[Any]) -> DistilledProposal:
         (answer,), (query,) = outputs, queries
         if not isinstance(answer, DistilledAnswer):
-            return self._draw_ids(state, answer, query)
+            return self._propose_draws(state, answer, query)
         position = torch.arange(state.tokens.shape[1], device=state.tokens.device)
         is_data = (position < query.num_data).expand(state.batch, -1)
         ids = torch.where(is_data, nearest(query.tokens, state.codes), answer.logits.argmax(-1))
@@ -396,8 +396,8 @@ class Distilled(Sampler):
             logits=answer.logits,
         )
 
-    def _draw_ids(self, state: DistilledState, answer: Tensor, query: Any) -> DistilledProposal:
-        """Draw the teacher's tokens from its logits [branches * B, W, V]."""
+    def _propose_draws(self, state: DistilledState, answer: Tensor, query: Any) -> DistilledProposal:
+        """Draw a teacher's tokens from its logits [branches * B, W, V]."""
         assert state.teacher is not None
         request, (_, stage) = state.request, state.plan[state.index]
         first, stop = state.teacher.span(stage)
@@ -450,7 +450,7 @@ class Distilled(Sampler):
 
 def nearest(vectors: Tensor, codes: Tensor) -> Tensor:
     """Return the ids [B, N] int64 of the codes [V, C] nearest to vectors [B, N, C]."""
-    # one row at a time: a distance may depend on the number of vectors in the call
+    # one row at a time: torch's rounding of a distance may depend on the number of vectors in the call
     return torch.stack(
         [torch.cdist(row, codes, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1) for row in vectors]
     )

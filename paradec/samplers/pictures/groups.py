@@ -1,13 +1,13 @@
-"""LPD's decoding by groups: each call evaluates the last group's tokens, and masks that predict the next group.
+"""LPD's decoding by groups of positions: each call evaluates the last group's tokens, and a mask per next position.
 
 Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957, and
-its public code. A step commits one group of an order (`paradec.core.orders`); its tokens are drawn independently. Keys
-and values are stored by rank, so that a column sees all ranks below the end of a group.
+its public code. A step commits one group (`paradec.core.orders`), whose tokens are drawn independently. Keys and values
+are stored by rank, the index in decoding order. An input token attends to all ranks up to the end of its own group.
 
-With `Groups(lossless=True)` a mask sees only the tokens of lower rank and itself, so that one call predicts several
-positions, each from the tokens before it in the row's order. The model is then a model of any order, decoded by
-`paradec.samplers.causal.any_order`. The result is that of groups of one position; in LPD's larger groups masks see each
-other. A call stores the last final token and the drafts at their ranks (drafts again in every call), but never masks.
+With `Groups(lossless=True)` a mask attends only to tokens of lower rank and to itself, so that one call predicts
+several positions, each from the tokens before it in decoding order. `paradec.samplers.causal.any_order` then decodes.
+The tokens are those of groups of one position; in LPD's larger groups, masks attend to each other. A call stores keys
+and values of the last final token and of the drafts (again in every call), but never of masks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PictureState(State):
-    """State of a request, for all samplers of the family. `B` rows of `L` positions: a prompt, then the cells."""
+    """State of a request, for all samplers of the family. `B` rows of `L` positions: the prompt, then the picture."""
 
     request: Request
     context: Tensor
@@ -62,7 +62,7 @@ class PictureState(State):
     index: int = field(init=False, default=0)
     """Index of the group that the next step commits."""
     accepted: list[np.ndarray] = field(init=False, default_factory=list)
-    """[B] int64 per step: number of tokens that each row made final."""
+    """[B] int64 per step: number of tokens of each row that became final."""
 
     @property
     def canvas(self) -> Tensor:
@@ -80,8 +80,8 @@ class PictureState(State):
 
 @dataclass
 class GroupState(PictureState):
-    """State of pictures that are decoded group by group. All prompts have `T` tokens, followed by `S` cells. Undecided
-    cells of `context` are `blank`. The slots of `store` are ranks."""
+    """State of pictures that are decoded group by group. All prompts have `T` tokens, followed by the `S` cells of the
+    picture. `context` has `blank` at undecided cells. The slots of `store` are ranks."""
 
     facts: ModelFacts
     groups: orders.Groups
@@ -154,11 +154,11 @@ class GroupSampler(Sampler):
     ) -> Any:
         """As `Sampler.start`.
 
-        model: for captions of `nar`, the copy of the model that its method `request` returns.
-        prompt: rows of ids as `model.request` makes them; for `groups` all of the same length.
-        request: `steps` is the number of groups, for orders without group sizes; temperature is 1 by default.
-        grid: the raster; by default that of the model.
-        negative_prompt: rows of the unconditional branch, as long as the prompt's; required for guidance."""
+        model: an image model; for `nar` with captions, the copy that `model.request` returns.
+        prompt: rows of ids from `model.request`, for `groups` all of the same length.
+        request: `steps` is the number of groups if the order has no group sizes. Temperature is 1 by default.
+        grid: the picture's grid of cells; None: that of the model.
+        negative_prompt: rows of ids for the unconditional branch, as long as `prompt`'s; required for guidance."""
         self.check_model(model)
         request = request_for(self, request, arguments)
         return self._state(model, prompt, request, model.grid() if grid is None else grid, negative_prompt)
@@ -183,8 +183,8 @@ class GroupSampler(Sampler):
 def check_rows(
     model: Any, prompt: Any, request: Request, negative_prompt: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the rows of a request and those of its unconditional branch (none without guidance). Raises ValueError for
-    rows that do not match the model, each other or the guidance."""
+    """Return the rows of ids of a request and of its unconditional branch (without guidance: none). Raises ValueError
+    if the rows do not fit the model, differ in length, or if only one of guidance and `negative_prompt` is given."""
     rows = _read_rows("prompt", prompt)
     model.check_prompts("prompt", rows)
     if request.guidance_scale == 1:
@@ -210,7 +210,7 @@ def _read_rows(name: str, prompt: Any) -> list[list[int]]:
 
 
 METHODS: dict[str, type[SJD]] = {"jacobi": Jacobi, "sjd": SJD, "scd": SCD}
-"""Samplers that verify drafts: "jacobi" with fixed noise for each position, the others by the ratio p / q."""
+"""Samplers that verify drafts: "jacobi" with fixed noise for each position, "sjd" and "scd" by the ratio p / q."""
 
 
 @dataclass
@@ -225,13 +225,13 @@ class RankedState(OrderedState):
         query = super()._make_query(store, spans, index)
         rows, device = query.rows, query.tokens.device
         ranks = torch.as_tensor(self._ranks(rows), device=device).gather(1, query.positions)
-        slot, num_left = np.arange(self.width), self.slots(rows)
-        wanted_slots = np.minimum(slot, num_left[:, None] - 1)[:, : num_left.max()]
-        cells = self.length[rows, None] - self.num_known[rows, None]
+        slots, num_left = np.arange(self.width), self.num_slots(rows)
+        wanted_slots = np.minimum(slots, num_left[:, None] - 1)[:, : num_left.max()]
+        num_cells = self.length[rows, None] - self.num_known[rows, None]
         num_decided = (self.committed - self.num_known)[rows, None] + wanted_slots
         scale = np.full(num_decided.shape, self.guidance)
         if self.guidance_grows:
-            scale = 1 + (self.guidance - 1) * num_decided / cells
+            scale = 1 + (self.guidance - 1) * num_decided / num_cells
         num_final = int(spans.begin[index].max())
         return RankedQuery(
             **{
@@ -239,7 +239,7 @@ class RankedState(OrderedState):
                 "branches": 1 if self.guidance == 1 else 2,
                 "ranks": ranks,
                 "scale": torch.as_tensor(scale, device=device),
-                "is_wanted": torch.as_tensor(slot[: num_left.max()] < num_left[:, None], device=device),
+                "is_wanted": torch.as_tensor(slots[: num_left.max()] < num_left[:, None], device=device),
                 "store": StoreCall(query.store.rows, None, rows, num_final, step=self.commits),
             }
         )
@@ -256,21 +256,21 @@ class Groups(GroupSampler):
     """Each call evaluates the tokens of the last group (at first the class) and a mask at every position of the next
     group, whose tokens are then drawn independently.
 
-    Keys and values are stored by rank; the next call overwrites those of a mask with those of its token. Tokens and
-    masks see all ranks up to the end of their own group.
+    Keys and values are stored by rank (see the module). The next call replaces the keys and values of a mask by those
+    of the drawn token. Tokens and masks attend to all ranks up to the end of their own group.
 
     Args:
-        order: positions that are decided together: a name of `paradec.core.orders.names()`, an order from
+        order: order and groups of the positions: a name of `paradec.core.orders.names()`, an order from
             `paradec.core.orders.create`, or its plain data ({"order": "lpd", "sizes": 32, "repulsion": 3}). Without
-            sizes, the request's `steps` is the number of groups. If `steps` is missing too, LPD's order has its
-            published sizes, and other orders have groups of one position.
-        guidance_schedule: "linear": the scale grows from 1 with the rank r of S, 1 + (scale - 1) r / S, as published;
-            or "constant".
-        lossless: decode as with groups of one position in this order, in fewer calls: each call predicts all undecided
-            positions, given drafts for them, and verified drafts become final (see the module). Group sizes then
-            affect only the order of the positions.
+            sizes, the request's `steps` is the number of groups. Without `steps` too, LPD's order has its published
+            sizes, and other orders have groups of one position.
+        guidance_schedule: "linear": the r-th of S cells in decoding order (from 0) has guidance scale
+            1 + (scale - 1) r / S, as published; "constant": all cells have the same scale.
+        lossless: whether to compute the result of groups of one position in this order, in fewer calls. Each call
+            predicts all undecided positions from drafts, and verified drafts become final. Group sizes then affect
+            only the order of the positions.
         verify: method of verification, for `lossless`. "jacobi" draws a position with the same noise in every call; the
-            tokens equal those of one position per call. "sjd", "scd": only the distribution is equal.
+            tokens equal those of one position per call. With "sjd" and "scd", only the distribution is equal.
         window: with `lossless`, the largest number of positions that a call decides; None: all.
 
     Raises:
@@ -399,7 +399,7 @@ class Groups(GroupSampler):
         )
 
     def draw(self, state: GroupState, p: Tensor, positions: Tensor) -> Tensor:
-        """Draw tokens [B, n] at positions [B, n]: the lowest id with cumulative probability above a uniform number."""
+        """Draw tokens [B, n] at positions [B, n]: the lowest id whose cumulative p exceeds a uniform number."""
         step = torch.full((state.batch,), state.index, device=positions.device)
         uniform = rng.uniform(state.keys, step, positions, 1, rng.TOKEN_STREAM)
         return draw(p, uniform.squeeze(-1))
@@ -415,7 +415,7 @@ class Groups(GroupSampler):
         return super().observe(state, proposal)
 
     def guidance(self, state: GroupState) -> float | Tensor:
-        """Return the guidance scale of this step's group (for requests with guidance): a number, or [1, n, 1]."""
+        """Return the guidance scale of the next group: a number, or [1, n, 1]. Only for requests with guidance."""
         scale = state.request.guidance_scale
         if self.guidance_schedule == "constant":
             return scale

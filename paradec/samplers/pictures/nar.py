@@ -57,9 +57,9 @@ class NARState(PictureState):
 @dataclass(frozen=True)
 class NAR(GroupSampler):
     """Each step decides a diagonal of the picture; g x g cells take 2g - 1 forwards. A cell's logits are the mean of
-    those from its left neighbour's right head and its upper neighbour's lower head. Cells of the first row and
-    column have only one of these neighbours; the first cell takes both heads of the condition. Tokens of a diagonal are
-    drawn independently.
+    the logits from its left neighbour's right head and from its upper neighbour's lower head. Cells of the first row
+    and column have only one of these neighbours. The first cell's logits are the mean of both heads at the condition's
+    last token. Tokens of a diagonal are drawn independently.
 
     Guidance u + s (c - u) is applied to the means (c conditional, u unconditional, s the scale); as in the public code
     it is off for any s up to 1. The filters are applied in the order temperature, top-k, top-p.
@@ -114,7 +114,7 @@ class NAR(GroupSampler):
         return state
 
     def query(self, state: NARState) -> list[Query]:
-        """Evaluate the condition in the first step, then the diagonal that was decided last."""
+        """Evaluate the condition in the first step, and the previous diagonal in all other steps."""
         is_guided = len(state.context) > state.batch and not 0 <= self.cfg_interval < state.decided
         branches, device = 2 if is_guided else 1, state.context.device
         index, valid, wanted = np.arange(branches * state.batch), None, None
@@ -169,7 +169,7 @@ class NAR(GroupSampler):
 
 
 def diagonal(grid: Grid, index: int) -> np.ndarray:
-    """[W] int64: the cells (i, j) with i + j = index, numbered row by row, the upper ones first."""
+    """[W] int64: the cells (i, j) with i + j = index, numbered row by row, upper cells first."""
     rows = np.arange(max(0, index - grid.width + 1), min(grid.height, index + 1))
     return rows * grid.width + index - rows
 

@@ -1,5 +1,5 @@
 """Samplers that commit a whole scale of a picture per step: VAR (Tian et al., arXiv 2404.02905), and CoDe (Chen et al.,
-arXiv 2411.17787), which uses two models; after their public codes. All rows are at the same scale, and independent."""
+arXiv 2411.17787), which uses two models; as in their public codes. Rows are independent, but all at the same scale."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class ScaleState(State):
     index: int = 0
     """Index of the next scale."""
     codes: Tensor | None = None
-    """[B, L, C]: the blended code of every token, with `smooth`."""
+    """[B, L, C]: the blended code of every token; None without `smooth`."""
     store: ScaleStore | None = None
-    """Store of keys and values of the model that makes the next scale."""
+    """Key/value store of the model that makes the next scale."""
     stored: int = 0
     """Number of scales in the store."""
     next_store: ScaleStore | None = None
-    """Store of the small model, while the drafter makes scales (`CoDe`)."""
+    """Store of `CoDe`'s small model, as long as the drafter makes scales."""
     draft_counts: np.ndarray = field(init=False)
     """[4, B] int64: the drafter's counts, as `State.counts`."""
 
@@ -115,7 +115,7 @@ class ScaleProposal(Proposal):
     next_inputs: Tensor | None = None
     """[B, n', C]: inputs of the next scale; None for the last scale."""
     codes: Tensor | None = None
-    """[B, n, C]: the blended code of every token, with `smooth`."""
+    """[B, n, C]: the blended code of every token; None without `smooth`."""
     query: ScaleQuery | None = None
     """The query of this scale."""
 
@@ -126,17 +126,17 @@ class VAR(Sampler):
     from the guided, filtered distribution.
 
     The guidance scale at scale i (from 0) of n is 1 + (s - 1) i / (n - 1), where s is the request's `guidance_scale`
-    (the public code's cfg is s - 1). Filters are applied in the order top-k (equal logits all stay), top-p,
+    (the public code's cfg is s - 1). Filters are applied in the order top-k (tokens tied with the k-th stay), top-p,
     temperature, as in CoDe's public code. The authors' figures have guidance_scale=2.5, top_k=900, top_p=0.96; their
-    demo 5, 900 and 0.95. Without guidance the unconditional half is not evaluated (the public code always does).
+    demo has 5, 900 and 0.95. Without guidance the unconditional half is not evaluated (in the public code it is).
 
     Args:
         guidance_schedule: "linear", as in the paper, or "constant".
         top_ks: top-k of each scale; 0: all tokens. None: the request's `top_k` at all scales.
         temperatures: factors of the request's temperature, one for each scale; None: 1.
-        smooth: whether inputs are blends of codes, weighted by the distribution with new noise; finer scales have
-            sharper weights (the public code's `more_smooth`: for looks, not for benchmarks). Tokens are drawn as
-            without it.
+        smooth: whether the next scale's inputs are made from blends of codes instead of the drawn codes. The weights of
+            a blend are the distribution with new noise, sharper at finer scales. This is the public code's
+            `more_smooth`, for visual quality and not for benchmarks.
     """
 
     guidance_schedule: str = "linear"
@@ -175,7 +175,7 @@ class VAR(Sampler):
     def start(
         self, model: Any, prompt: Sequence[int] | int, request: Request | None = None, /, **arguments: Any
     ) -> ScaleState:
-        """As `Sampler.start`. prompt: class labels, one per picture; the number of classes itself means no class."""
+        """As `Sampler.start`. prompt: class labels, one per picture; label `facts.classes` means no class."""
         self.check_model(model)
         request = request_for(self, request, arguments)
         facts = model.facts
@@ -220,7 +220,7 @@ class VAR(Sampler):
             last=state.index,
             store=store,
             branches=state.branches,
-            # a scale without guidance needs its unconditional half only for the keys and values
+            # at guidance scale 1 the unconditional half is evaluated only for its keys and values
             wanted=state.branches if self.guidance(state) != 1 else 1,
             forwarded=np.full(state.batch, stop - begin),
             kind="full" if first == 0 else "window",
@@ -324,25 +324,24 @@ class VAR(Sampler):
 
 
 WARM, WARM_SHARE = 1.1, 0.7
-"""Temperature of the first scales in the public code, and their share (7 of 10); the others have 1."""
+"""Temperature of the first scales in the public code, and the share of these scales (7 of 10). Other scales have 1."""
 SPLIT_SHARE = 0.8
 """Share of scales that the drafter makes by default."""
 
 
 @dataclass(frozen=True)
 class CoDe(VAR):
-    """The large model `drafter` makes the first `split` scales with a separate store. The small model evaluates their
-    inputs in one call, which also gives the logits of scale `split`, and makes the other scales. Drafts are not
-    verified. `nfe` counts the small model's forwards, `state.draft_nfe` the large one's.
+    """The large model `drafter` makes the first `split` scales with a separate store. The small model then evaluates
+    the inputs of these scales in one call, which also returns the logits of scale `split` (from 0), and makes the other
+    scales. Drafts are not verified. `nfe` counts the small model's forwards, `state.draft_nfe` the large model's.
 
     The public code also draws tokens of the drafted scales from the small model's unguided logits, and discards them;
-    this is left out. In that code, with one seed for both models, the small model repeats the large model's random
-    numbers; here each scale has different numbers.
+    this class does not. If the public code has one seed for both models, the small model repeats the large model's
+    random numbers; in this class each scale has different numbers.
 
     Args:
         drafter: the larger model of scales, with the same scales, classes and codes. `to_dict` has only its name.
-        split: number of scales that the drafter makes, from 0 to all; None: 8 of 10, or the same share. The paper has
-            6 to 9.
+        split: number of scales that the drafter makes, from 0 to all; None: 80 %, rounded. The paper has 6 to 9 of 10.
         temperatures: as for `var`; None: 1.1 at the first 7 of 10 scales and 1 at the others, as published.
         guidance_schedule, top_ks, smooth: as for `var`. The public code has top_k=600 at all scales.
     """
@@ -363,9 +362,9 @@ class CoDe(VAR):
         if self.drafter is not None:
             check_model(f"drafter of {self.name!r}", self.drafter, self.models)
 
-    def num_drafted(self, scales: int) -> int:
-        """Return the number of scales, out of `scales`, that the drafter makes."""
-        return round(SPLIT_SHARE * scales) if self.split is None else self.split
+    def num_drafted(self, num_scales: int) -> int:
+        """Return the number of scales, of `num_scales`, that the drafter makes."""
+        return round(SPLIT_SHARE * num_scales) if self.split is None else self.split
 
     @torch.inference_mode(False)
     def start(self, model: Any, prompt: Any, request: Request | None = None, /, **arguments: Any) -> ScaleState:

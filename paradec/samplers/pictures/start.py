@@ -12,7 +12,7 @@ from paradec.request import FIELDS, Request
 
 
 def unsupported_for_pictures(*supported: str) -> tuple[str, ...]:
-    """Return the request fields that a picture sampler does not support: all but a few common ones and `supported`."""
+    """Return the names of all request fields that are neither common to picture samplers nor in `supported`."""
     common = ("sampler", "guidance_scale", "seed", "generator", "callback", "trace", "progress")
     return tuple(name for name in FIELDS if name not in (*common, *supported))
 
@@ -36,6 +36,6 @@ def make_label_trace(sampler: Sampler, request: Request, labels: list[int], size
 
 
 def scheduled_guidance(schedule: str, scale: float, count: Any, total: int) -> Any:
-    """Return the guidance scale after `count` (a number or a tensor) of `total`: "linear" grows from 1 to `scale`;
-    "constant" is `scale`."""
+    """Return the guidance scale after `count` of `total` tokens or scales. `schedule` is "linear", which grows from 1
+    to `scale`, or "constant". count: a number or a tensor."""
     return scale if schedule == "constant" else 1 + (scale - 1) * count / total

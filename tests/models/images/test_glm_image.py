@@ -17,7 +17,7 @@ from paradec.core.query import Query
 from paradec.models.images import glm_image
 from paradec.models.images.base import ImageRequest
 from paradec.models.images.glm_image import GlmImageModel, PreviewGrid
-from paradec.samplers.causal.zipar import schedule
+from paradec.samplers.causal.zipar import plan_steps
 
 RECORDED = golden("images-autumn") / "glm_image"
 CASES = {case["case"]: case for path in sorted(RECORDED.glob("cases.json")) for case in read_json(path)}
@@ -162,7 +162,7 @@ GRID = PreviewGrid(3, 4, range(64), preview=(2, 2))
 
 @pytest.mark.parametrize("window", [1, 2, 3])
 def test_zipar_knows_both_rasters(window: int) -> None:
-    steps = schedule(GRID, window)
+    steps = plan_steps(GRID, window)
     assert sorted(target for step in steps for target in step.targets) == list(range(GRID.length))
     preview_steps = [number for number, step in enumerate(steps) if min(step.targets) < 4]
     assert max(preview_steps) < min(number for number, step in enumerate(steps) if max(step.targets) >= 4)

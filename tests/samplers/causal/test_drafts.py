@@ -17,7 +17,7 @@ import paradec
 from paradec.cli.work import load_draft_model
 from paradec.samplers.causal.drafts.stopping import Unconfident, Unsure
 from paradec.samplers.causal.drafts.text import PromptLookup, TokenRecycling, look_up
-from paradec.samplers.causal.jacobi import Jacobi, longest_path, pool_layout
+from paradec.samplers.causal.jacobi import Jacobi, find_longest_path, make_pool_layout
 from paradec.samplers.causal.sjd import SJD
 from paradec.samplers.causal.speculative import Speculative
 from paradec.samplers.causal.trees import parse_tree
@@ -98,11 +98,11 @@ def test_nothing_is_drafted_that_may_not_be_drawn() -> None:
 
 
 def test_the_longest_path_equals_a_walk() -> None:
-    """Compare `longest_path` on random drafts and draws with a walk from the root along every branch."""
-    generator, tree, width = torch.Generator().manual_seed(0), pool_layout(5, 3, 2), 5
+    """Compare `find_longest_path` on random drafts and draws with a walk from the root along every branch."""
+    generator, tree, width = torch.Generator().manual_seed(0), make_pool_layout(5, 3, 2), 5
     drafts = torch.randint(-1, 3, (300, 11), generator=generator)
     tokens = torch.randint(0, 3, (300, 11), generator=generator)
-    depth, node = longest_path(tree, drafts, tokens)
+    depth, node = find_longest_path(tree, drafts, tokens)
     paths = [[0, *range(1, width)], *([0, at, at + 1] for at in (5, 7, 9))]
     lengths = set()
     for row in range(300):
@@ -283,7 +283,7 @@ def test_windows_end_after_the_draft_that_the_rule_names(rule: Any, temperature:
                 assert state.draft_nfe[row] - before[row] == expected or not stale[row]
         stale, before = np.isin(np.arange(3), state.rows), state.draft_nfe.copy()
         proposal = method.step(MODEL, state)
-        evaluated = np.minimum(state.slots(state.rows), 1 + state.drafted[state.rows])
+        evaluated = np.minimum(state.num_slots(state.rows), 1 + state.drafted[state.rows])
         assert proposal.available.sum(1).tolist() == evaluated.tolist()
         method.commit(state, proposal)
     assert len(lengths) > 1

@@ -15,7 +15,7 @@ from recorded import golden, read_json, replays
 from paradec.core import rng
 from paradec.samplers.causal.jacobi import Jacobi
 from paradec.samplers.causal.scd import SCD
-from paradec.samplers.causal.siblings import RULE, sibling_tree
+from paradec.samplers.causal.siblings import RULE, make_sibling_tree
 from paradec.samplers.causal.sjd_pac import SJDPAC
 from paradec.samplers.causal.state import DRAFT_STREAM
 
@@ -75,7 +75,7 @@ def test_replays_a_recorded_verification(path: Path) -> None:
     if count > 1:
         others = torch.tensor([slot[1:] for slot in case["drafts"][:depth]])
         state.memory["siblings"][0, :depth] = others
-        paths += [path for path in sibling_tree(width, count, depth).top.paths if any(path)]
+        paths += [path for path in make_sibling_tree(width, count, depth).top.paths if any(path)]
     laws = [case["laws"].get(",".join(map(str, path)), [1 / vocab] * vocab) for path in paths]
     queries = sampler.query(state)
     proposal = sampler.propose(state, [torch.tensor([laws], dtype=torch.float64).log()], queries)

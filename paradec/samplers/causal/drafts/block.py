@@ -1,8 +1,8 @@
 """Drafts of a whole window in one forward of the drafter (DFlash, `paradec.models.dflash`).
 
-The drafter reads the model's hidden states of the new final tokens and stores their keys and values. Then it reads the
-last final token and masks after it, which are not stored. The logits of each mask give the q of its position. So the
-drafts are drawn independently of each other; they are verified as any chain.
+The drafter reads the model's hidden states of the new final tokens and stores their keys and values. In the same call
+it reads the last final token and the masks after it, which are not stored. The logits of each mask give the q of its
+position, and the drafts are drawn independently. They are verified like any chain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class DraftBlock:
         drafting = state.drafting
         drafter: Any = drafting.model
         assert features is not None  # drafters of blocks read hidden states
-        query, num_new = block_query(state, drafting.num_read[rows], rows, drafter.block_size, drafter.mask_token_id)
+        query, num_new = make_block_query(
+            state, drafting.num_read[rows], rows, drafter.block_size, drafter.mask_token_id
+        )
         width = query.tokens.shape[1] - drafter.block_size
         context = right_align(features, num_new, width)
         with torch.no_grad():
@@ -86,12 +88,12 @@ def draft_in_order(
     return drafts, record_nan_rows(drafting, rows, torch.cat(all_q, 1))
 
 
-def block_query(
+def make_block_query(
     state: CausalState, num_read: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
 ) -> tuple[CausalQuery, np.ndarray]:
-    """Build the query of the final tokens not yet read by the drafter, right-aligned, then the last one and masks.
+    """Make the query of the final tokens that the drafter has not read, right-aligned, then the last one and masks.
 
-    num_read: [R] int64: number of final tokens that the drafter has read. size: columns of the block.
+    num_read: [R] int64: number of final tokens that the drafter has read. size: number of columns from the last one on.
     Returns the query, and [branches * R] int64: number of unread tokens in each row of the call."""
     device, shift = state.context.device, state.shift[:, rows]
     begin = np.where(num_read > 0, num_read + shift, 0).reshape(-1)

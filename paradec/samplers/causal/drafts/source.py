@@ -66,8 +66,8 @@ def exclude_tokens(
 
 
 def write_drafts(state: CausalState, rows: np.ndarray, drafts: Tensor, q: Tensor | None) -> None:
-    """Write drafts [R, n] into the first slots of the rows' windows. q: [R, n, V], which the drafts were drawn from;
-    None if it is one-hot."""
+    """Write drafts [R, n] into the first slots of the rows' windows. q: [R, n, V]: the distributions of the drafts;
+    None: one-hot."""
     padding = state.width - drafts.shape[1]
     source = torch.arange(state.width, device=drafts.device).expand(len(rows), -1)
     state.memory.write("drafts", rows, torch.nn.functional.pad(drafts, (0, padding)))
@@ -106,11 +106,11 @@ def run_drafter(state: CausalState, queries: list[CausalQuery]) -> Tensor:
     return read_logits(state, outputs, queries)
 
 
-def unread_span(state: CausalState, rows: np.ndarray, features: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of the first final token that the drafter has not read and of the end of the final tokens,
-    [branches, R] int64 each. Drafters that read `features` skip token 0, before which there is no hidden state."""
+def unread_span(state: CausalState, rows: np.ndarray, reads_features: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the position of the first final token that the drafter has not read, and the end of the final tokens,
+    [branches, R] int64 each. Drafters of hidden states skip token 0, before which there is no hidden state."""
     num_read, shift = state.drafting.num_read[rows], state.shift[:, rows]
-    return np.where(num_read > 0, num_read + shift, int(features)), state.committed[rows] + shift
+    return np.where(num_read > 0, num_read + shift, int(reads_features)), state.committed[rows] + shift
 
 
 def run_drafter_on_tree(
@@ -121,7 +121,7 @@ def run_drafter_on_tree(
     features: Tensor | None,
     hidden: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return guided logits; for drafters that read features, also hidden states [branches * R, W, D] of wanted nodes.
+    """Return guided logits of the wanted nodes; for drafters of features, also hidden states [branches * R, W, D].
 
     num_drafts: number of drafts in the query. num_new: [branches, R]: number of final tokens in the query.
     features: see `DraftSource.fill`. hidden: [branches * R, N, D]: hidden states at each node's parent."""

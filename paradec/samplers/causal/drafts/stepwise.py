@@ -1,5 +1,5 @@
-"""Drafts by several forwards of a model: one per token of a chain or per depth of a tree. MTP has a layer per token
-instead."""
+"""Drafts by several forwards of a model, one per token of a chain or per depth of a tree; and MTP's drafts, one layer
+per token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paradec.samplers.causal.drafts.source import (
 )
 from paradec.samplers.causal.drafts.stopping import StopRule, apply_rule
 from paradec.samplers.causal.state import DRAFT_STREAM, CausalState, Spans, read_logits
-from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Tree, TreeLayout, TreeRule, parse_tree, tree_query
+from paradec.samplers.causal.trees import RULES, DynamicTree, Naive, Tree, TreeLayout, TreeRule, parse_tree, query_tree
 
 ROOT = parse_tree((1,)).layout
 
@@ -44,9 +44,9 @@ class DraftChain:
                 shift = np.where(num_read > 0, state.shift[branch, rows], 0)
                 drafting.store.clear_from(rows + branch * state.batch, num_read + shift)
         drafts, all_q = state.memory["drafts"].clone(), state.memory["draft_distribution"].clone()
-        rule_q = all_q.clone() if self.stop is not None else all_q  # the rule reads temperature 1 instead of 0
+        rule_q = all_q.clone() if self.stop is not None else all_q  # at temperature 0, q for the rule has temperature 1
         for slot in range(state.width - 1):
-            rows = rows[state.slots(rows) - 1 > slot]
+            rows = rows[state.num_slots(rows) - 1 > slot]
             if not len(rows):
                 break
             index = torch.as_tensor(rows, device=drafts.device)
@@ -74,8 +74,8 @@ class DraftChain:
 @dataclass(frozen=True)
 class DraftLayers:
     """Source: each of several layers drafts one token (MTP, arXiv 2412.19437). The first layer reads final tokens and
-    the model's hidden states. Each later layer reads the output of the layer before it; its tokens are shifted by one
-    and end with that layer's draft. So the last columns of later layers are read again once their tokens are final."""
+    the model's hidden states. Each later layer reads the output of the layer before it, and the tokens shifted by one,
+    with that layer's draft at the end. Columns that read drafts are evaluated again once their tokens are final."""
 
     def fill(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
         drafting, device = state.drafting, state.context.device
@@ -86,7 +86,7 @@ class DraftLayers:
         positions = state.positions(rows)[:, :-1]
         drafts, all_q = positions[:, :0], []
         begin = np.maximum(first_unread - num_reread, 1)
-        query = tree_query(state, drafting.store, rows, ROOT, positions, begin, 0, np.zeros(1, int))
+        query = query_tree(state, drafting.store, rows, ROOT, positions, begin, 0, np.zeros(1, int))
         states = self._align_states(state, query, torch.as_tensor(first_unread.reshape(-1, 1), device=device), features)
         uniform = state.uniform(rows, positions, 1, DRAFT_STREAM)
         for slot in range(positions.shape[1]):
@@ -106,10 +106,10 @@ class DraftLayers:
         write_drafts(state, rows, drafts, torch.cat(all_q, 1))
 
     def _align_states(self, state: CausalState, query: Any, first_unread: Tensor, features: Tensor) -> Tensor:
-        """Return the hidden states at the positions before the query's columns, [branches * R, Q, D], and save those of
-        the last columns for the next step.
+        """Return the hidden states at the positions before the query's columns, [branches * R, Q, D]. Save the hidden
+        states of the last columns for the next step.
 
-        first_unread: [branches * R, 1]: the first position not read so far; `features` begin one position before."""
+        first_unread: [branches * R, 1]: first position that the drafter has not read; `features` begin before it."""
         drafting, row_index = state.drafting, query.store.rows
         assert drafting.features is not None  # `DraftingSampler.open` has made them
         num_reread = drafting.features.shape[1]
@@ -142,7 +142,7 @@ class StaticTree:
         for depth in range(min(tree.depth, num_drafts_left(state, rows).max())):
             nodes = np.flatnonzero(depths == depth)
             num_drafts = int((depths <= depth).sum()) - 1  # drafts so far: nodes 1 to num_drafts
-            query = tree_query(state, drafting.store, rows, tree.layout, drafts, begin, num_drafts, nodes)
+            query = query_tree(state, drafting.store, rows, tree.layout, drafts, begin, num_drafts, nodes)
             logits, output = run_drafter_on_tree(state, query, num_drafts, end - begin, features, hidden)
             logits = exclude_tokens(state, logits, rows, tree.layout.parents, drafts, nodes)
             q = draft_state.distribution(logits, rows, (committed + depth).expand(-1, len(nodes)))
@@ -189,7 +189,7 @@ class GrownTree:
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         begin, end = unread_span(state, rows, features is not None)
         root = torch.full_like(committed, -1)
-        # nodes that the drafter reads: the root, then `top` of each level. candidate: their indices in all candidates
+        # the drafter reads the root, then `top` nodes of each level; candidate: index of each node in all candidates
         parents, tokens, candidate, score = root, root, torch.zeros_like(root), torch.zeros(root.shape, device=device)
         hidden = None if features is None else features.new_zeros(len(features), 1, features.shape[-1])
         remaining = num_drafts_left(state, rows)
@@ -200,7 +200,7 @@ class GrownTree:
         for level in range(min(tree.depth, remaining.max())):
             num_drafts = tokens.shape[1] - 1
             layout = TreeLayout(parents, level, top)
-            query = tree_query(state, drafting.store, rows, layout, tokens, begin, num_drafts, wanted_nodes)
+            query = query_tree(state, drafting.store, rows, layout, tokens, begin, num_drafts, wanted_nodes)
             logits, output = run_drafter_on_tree(state, query, num_drafts, end - begin, features, hidden)
             logits = exclude_tokens(state, logits, rows, parents, tokens, wanted_nodes)
             q = record_nan_rows(

@@ -1,5 +1,5 @@
-"""Rules that end a chain of drafts before its window is full. A rule is called after each draft, and this draft is
-verified in any case. So whether a draft is verified never depends on its own value, and every rule is exact."""
+"""Rules that end a chain of drafts before its window is full. A rule is called after each draft; even if it stops, that
+draft is verified. So whether a draft is verified never depends on its own value, and every rule is exact."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ this may depend on that row alone."""
 
 @dataclass(frozen=True)
 class Unsure:
-    """Stop where q(x) < threshold, as transformers' `assistant_confidence_threshold` and SWIFT (arXiv 2410.06916). With
-    `product`, stop where 1 - q(x_1) ... q(x_k) > threshold: the criterion of SpecDec++ (arXiv 2405.19715), which uses a
-    trained head instead of q.
+    """Stop after a draft x with q(x) < threshold, as transformers' `assistant_confidence_threshold` and SWIFT (arXiv
+    2410.06916). With `product`, stop after k drafts if 1 - q(x_1) ... q(x_k) > threshold. This is the criterion of
+    SpecDec++ (arXiv 2405.19715), which has a trained head instead of q.
 
     Args:
         threshold: from 0 to 1. product: see above. least: minimal number of drafts (2 in SpecDec++).
@@ -51,8 +51,8 @@ class Unsure:
 
 @dataclass(frozen=True)
 class Unconfident:
-    """Stop before the first draft whose confidence is below the threshold (DSpark; the drafter has a confidence head).
-    The first draft is always verified. threshold: from 0 to 1."""
+    """Stop before the first draft with a confidence below the threshold (DSpark: needs a drafter with a confidence
+    head). The first draft is always verified. threshold: from 0 to 1."""
 
     threshold: float = 0.5
 
@@ -86,7 +86,7 @@ def make_stop_rule(setting: Any) -> Any:
 
 
 def apply_rule(rule: StopRule, q: Tensor, drafts: Tensor) -> np.ndarray:
-    """Apply a rule: [R] bool on the host. Raises ValueError for a result of another type or shape."""
+    """Return the rule's result for each row, [R] bool on the host. Raises ValueError for another type or shape."""
     result = rule(q, drafts)
     if not isinstance(result, Tensor) or result.shape != drafts.shape[:1] or result.dtype != torch.bool:
         raise ValueError(

@@ -59,16 +59,16 @@ class PromptLookup(NamedDrafter):
     drafter="prompt_lookup")`, or `drafter=PromptLookup(...)`.
 
     Saxena, "Prompt Lookup Decoding" (2023); transformers' `prompt_lookup_num_tokens`. It is fast where answers repeat
-    their prompts: summaries, edits, code. The row so far is searched for its last n tokens, n from
+    their prompts: summaries, edits, code. The row is searched for an earlier occurrence of its last n tokens, n from
     `max_matching_ngram_size` down to 1; the leftmost match of the largest n gives the drafts. q is one-hot: draft x is
-    accepted with probability p(x), else its position is resampled from p without x. Lossless.
+    accepted with probability p(x); otherwise its position is resampled from p without x. Lossless.
 
     The candidates are those of transformers' `PromptLookupCandidateGenerator` on each row. Drafts stop before end
     tokens and tokens that may not be drawn. A match whose first draft may not be drawn is skipped.
 
     Args:
         prompt_lookup_num_tokens: maximal number of drafts.
-        max_matching_ngram_size: tokens of the longest match; shorter matches are used if there is none.
+        max_matching_ngram_size: number of tokens of the longest match; without such a match, shorter ones are used.
     """
 
     prompt_lookup_num_tokens: int = 10
@@ -141,11 +141,11 @@ class TokenRecycling(NamedDrafter):
 
     The public code is greedy and decodes one row; its matrix starts with zeros and serves all requests. This class is
     exact at every temperature, has a matrix per row, and drafts nothing where an entry is unknown. As in the public
-    code, the prompt is not read, and if a step evaluates a token several times, its last node in the tree counts.
+    code, the matrix does not include the prompt. If a tree contains a token several times, its last node is stored.
 
     Args:
-        k: next tokens stored per token: 4 * k bytes per token of the vocabulary and row.
-        tree: tree of drafts with at most k children per node, as for `Speculative`; "2.2.2" is the paper's tree with 80
+        k: number of next tokens stored per token. The matrix of a row needs 4 * k bytes per token of the vocabulary.
+        tree: static tree, as for `Speculative`, with at most k children per node; "2.2.2" is the paper's, with 80
             drafts.
 
     Raises:
@@ -191,7 +191,7 @@ class TokenRecycling(NamedDrafter):
         tokens[:, 0] = state.canvas[index, torch.as_tensor(root, device=matrix.device)]
         top = logits.topk(min(self.k, logits.shape[-1]), -1)
         likeliest = top.indices.masked_fill(top.values == -torch.inf, -1).to(matrix.dtype)
-        # write each token once, from its last node: the order of several writes is undefined
+        # write each token once, from its last node: otherwise the order of several writes would be undefined
         is_repeated = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).triu(1).any(2)
         row, node = (~is_repeated & (tokens >= 0) & (tokens < matrix.shape[1])).nonzero(as_tuple=True)
         matrix[index[row], tokens[row, node], : likeliest.shape[-1]] = likeliest[row, node]
