@@ -18,11 +18,11 @@ CHUNK = 2**25
 CPU_CHUNK = 2**19
 """Logits per chunk on the CPU: chunks that fit in the CPU's caches are twice as fast."""
 UNLIKELY = -80.0
-"""Bound of (logit - best logit) / temperature in float32: tokens below it get probability 0 instead of 1e-35."""
+"""Bound of (logit - best logit) / temperature in float32: tokens below it get probability 0 (instead of < 2e-35)."""
 HEAD = 2**12
 """Number of best tokens that are searched first for the end of a nucleus."""
 FEW = 2**8
-"""At most this many shares are sorted; a larger number of shares is first reduced by bisection."""
+"""Largest number of probabilities (shares) to sort; a larger number is first reduced by bisection."""
 
 
 # ---- guidance, temperature, logarithms -------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def apply_guidance(logits: Tensor, scale: float | Tensor) -> Tensor:
     """
     conditional, unconditional = logits.to(torch.promote_types(logits.dtype, torch.float32)).chunk(2)
     guided = conditional - unconditional
-    # in place, since a new tensor costs as much as the sum; but a scale per row may have a wider dtype
+    # in place, since a new tensor costs as much as the sum; but not for a scale per row, whose dtype may be wider
     guided = scale * guided + unconditional if isinstance(scale, Tensor) else guided.mul_(scale).add_(unconditional)
     if guided.is_cpu and not guided.sum().isnan():  # an accelerator would have to wait for this check
         return guided
@@ -69,7 +69,7 @@ def safe_log(p: Tensor) -> Tensor:
 
 
 def divide_logits(logits: Tensor, temperature: float) -> Tensor:
-    """Divide logits [..., V] by the temperature as public codes do, or as `apply_temperature` where this overflows."""
+    """Divide logits [..., V] by the temperature, as public codes do; in rows that overflow, as `apply_temperature`."""
     top = logits.amax(-1, keepdim=True)
     overflows = (top / temperature).isinf() & top.isfinite()
     return (logits - top.where(overflows, 0)).div_(temperature)
@@ -153,7 +153,7 @@ def _find_min_logit(logits: Tensor, top_p: float | None, top_k: int | None) -> t
         return kth, torch.ones_like(kth, dtype=torch.bool)
     ordered = sort_ascending(logits).flip(-1)
     p = ordered.softmax(-1)[..., :top_k]
-    # all tokens after the first excluded one are excluded: sums grow, shares fall, and rounding keeps the order
+    # after the first excluded token, all are excluded: sums grow, probabilities fall, and rounding keeps the order
     head = p[..., :HEAD]
     excluded = head.cumsum(-1) - head > top_p
     if top_k > HEAD and not excluded[..., -1].all():
@@ -222,7 +222,7 @@ def draw_filtered(
 
 
 def compute_shares(row: Tensor, temperature: float = 1.0) -> Tensor:
-    """Compute softmax(row / temperature) [V]. Raises shares below exp(FLOOR) times the largest to this, for speed."""
+    """Compute softmax(row / temperature) [V]. For speed, no share is below exp(FLOOR) times the largest share."""
     return apply_temperature(row, temperature).clamp_(min=FLOOR).softmax(-1)
 
 
@@ -301,7 +301,7 @@ def filtered_distribution(logits: Tensor, temperature: float, top_k: int | None,
 
 
 def one_hot_on_best(logits: Tensor) -> Tensor:
-    """Compute distributions [..., V] that are 1 at the best of logits [..., V]; NaN where the best is not finite."""
+    """Compute distributions [..., V] that are 1 at the best logit [..., V]; NaN if the best logit is not finite."""
     best = argmax(logits).unsqueeze(-1)
     finite = logits.gather(-1, best).isfinite()
     one_hot = torch.zeros_like(logits).scatter_(-1, best, 1)

@@ -37,7 +37,7 @@ def answer_starts(rows: list[list[int]], hole: int) -> np.ndarray:
 
 
 def suppressed_ids(request: Request, facts: ModelFacts, unused: Collection[int] = ()) -> list[int]:
-    """List the ids that are never drawn, ascending. Raises ValueError if no token is left besides `unused` ids."""
+    """List the ids that are never drawn, ascending. Raises ValueError if only tokens in `unused` can be drawn."""
     suppressed = facts.textless_ids if request.suppress_tokens is None else request.suppress_tokens
     for token in suppressed:
         check_int("suppress_tokens", token, low=0, high=facts.vocab_size - 1)
@@ -75,8 +75,10 @@ def make_seeds(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
 def row_keys(
     seeds: Sequence[int], prompts: Sequence[Sequence[int]], copy_indices: Sequence[int] | None = None
 ) -> np.ndarray:
-    """Hash a row's seed, prompt and number of equal rows before it (`copy_indices`; None counts them) to a 64-bit key:
-    [B, 2] int64. So a row has the same random numbers in any batch, but copies of a prompt have different numbers."""
+    """Hash each row to a 64-bit key, [B, 2] int64: its seed, its prompt, and the number of equal rows before it. So a
+    row has the same random numbers in any batch, but copies of a prompt have different numbers.
+
+    copy_indices: [B]: the numbers of equal rows before each row; None counts them."""
     copies: dict[tuple[int, tuple[int, ...]], int] = {}
     keys = []
     for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):
@@ -106,7 +108,7 @@ def pad_rows(rows: list[list[int]], columns: int, fill: int) -> np.ndarray:
 
 
 def make_trace(sampler: Sampler, request: Request, canvas: Tensor, ends: np.ndarray, **details: Any) -> Trace | None:
-    """Make the trace if a request has one, else None. canvas: [B, L], at the start. ends: [B]. details: of `Trace`."""
+    """Make the request's trace, or None. canvas: [B, L], at the start. ends: [B]. details: arguments of `Trace`."""
     if not request.trace:
         return None
     rows = [row[:end] for row, end in zip(canvas.tolist(), ends.tolist(), strict=True)]

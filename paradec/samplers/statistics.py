@@ -24,7 +24,7 @@ def top_by_rank(scores: Tensor, count: np.ndarray | Tensor | int) -> Tensor:
     """Select the `count` ([R], or an int for all rows) highest scores of each row, except -inf: [R, W] bool. Ties go to
     the lower index."""
     if isinstance(count, np.ndarray):
-        if set(count.tolist()) == {1}:  # one token a step needs no sort
+        if set(count.tolist()) == {1}:  # one token per row needs no sort
             best = scores.argmax(-1, keepdim=True)
             return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, scores.gather(-1, best) > -torch.inf)
         count = torch.as_tensor(count, device=scores.device)

@@ -55,8 +55,8 @@ class AdaptiveBlocks(BlockPolicy):
             the window, even if the window is longer than `length`.
         min_length: shortest block, at least 1 (the paper's value). With a cache, every new block costs a full forward.
 
-    A request with these blocks cannot have `steps`, since the number of blocks is unknown. A method with a time grid
-    (Dream's) plans the first step of a block for all positions that are read, and later steps for the block.
+    A request with these blocks cannot have `steps`, since the number of blocks is unknown. A sampler with a time grid
+    (Dream's) plans a block's first step for all positions that the policy reads, and later steps for the block.
     """
 
     length: int = 32
@@ -67,7 +67,7 @@ class AdaptiveBlocks(BlockPolicy):
     min_length: int = 1
     model_block: int | None = field(default=None, repr=False)
     model_align: str = field(default="absolute", repr=False)
-    """Set by `for_model`: blocks do not cross the bounds of a block-causal model's blocks."""
+    """`for_model` sets the `model_*` fields, so that blocks do not cross block bounds of a block-causal model."""
 
     reads_logits: ClassVar[bool] = True
 
@@ -162,7 +162,7 @@ class AdaptiveBlockEnds(Feature):
     """Ends of adaptive blocks, which are unknown until a block's first step."""
 
     opening: np.ndarray = field(metadata=ROWS)
-    """[B] bool: rows whose open block has no end yet. Until then, the block has all positions that the policy reads."""
+    """[B] bool: rows whose block has no end yet. Such a block includes all positions that the policy reads."""
 
     why_host_only = "the host reads the ends of blocks={state.blocks} from the logits"
 

@@ -41,7 +41,9 @@ from paradec.samplers.masked.blocks import EndOfText, open_blocks
 
 
 def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
-    """Raise ValueError with the first reason that holds, if any: a reason for all models, or one of `reasons`."""
+    """Raise ValueError if the constraint is unsupported, with the first reason that holds.
+
+    reasons: reasons of a family, with whether each holds; those of all families are checked first."""
     name, request = model.facts.name, state.request
     common = {
         f"it needs a tokenizer, and {name} has none": getattr(model, "tokenizer", None) is None,
@@ -57,7 +59,7 @@ def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
 
 @dataclass
 class SpanConstraint(Feature):
-    """The spans of each row, which are the texts of the constraint. A span's undecided tokens are drawn jointly."""
+    """Constraint whose texts are spans of each row. The undecided tokens of a span are drawn jointly."""
 
     spans: list[tuple[TextSpan, ...]] = field(metadata=row_layout(fill=()))
 
@@ -67,7 +69,7 @@ class SpanConstraint(Feature):
 
     def uniform(self, state: Any, part: SpanPart) -> np.ndarray:
         """Draw uniform numbers [m] in (0, 1) for a part's undecided positions, by row, step and position."""
-        step, positions = torch.as_tensor(state.row_step[part.row : part.row + 1]), torch.tensor([part.open])
+        step, positions = torch.as_tensor(state.row_step[part.row : part.row + 1]), torch.tensor([part.open_positions])
         key = state.keys[part.row : part.row + 1]
         draws = rng.uniform(key, step.to(key.device), positions.to(key.device), 1, self.stream)
         return draws[0, :, 0].cpu().numpy()
@@ -104,7 +106,8 @@ class MaskedConstraint(SpanConstraint):
     """Constraint of masked models: spans, and the importance weight of each row's draws.
 
     A position is certain if only one token fits. Every commit also writes the open block's certain positions. At
-    temperature 0, they are written as soon as the block opens, without a forward; above 0, its first step weighs them.
+    temperature 0 they are also written when the block opens, without a forward. Above 0 they wait for the block's first
+    step, whose importance weight includes them.
     """
 
     log_weight: np.ndarray | None = field(metadata=ROWS)
@@ -143,7 +146,7 @@ class MaskedConstraint(SpanConstraint):
         for index, row in enumerate(query.rows.tolist()):
             columns = {position: column for column, position in enumerate(host_positions[index].tolist())}
             for part_index, part in enumerate(self._open_parts(state, row, canvas[row])):
-                open_columns = [columns[position] for position in part.open]
+                open_columns = [columns[position] for position in part.open_positions]
                 first, last = open_columns[0], open_columns[-1]
                 contiguous = last - first < len(open_columns)
                 part_logits = logits[index, first : last + 1] if contiguous else logits[index, open_columns]
@@ -203,7 +206,7 @@ class MaskedConstraint(SpanConstraint):
         """Write the certain positions in the open blocks of `rows` [R]. Blocks that are full then close."""
         canvas, full_rows = state.canvas.cpu().numpy(), []
         for row in rows.tolist():
-            certain = self._certain(state, row, canvas[row])
+            certain = self._find_certain(state, row, canvas[row])
             if not certain:
                 continue
             positions, tokens = torch.tensor([*certain.items()], device=state.canvas.device).unbind(1)
@@ -221,7 +224,7 @@ class MaskedConstraint(SpanConstraint):
         if full_rows:
             open_blocks(state, np.array(full_rows))
 
-    def _certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
+    def _find_certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
         """Map the certain positions of the open block (undecided, and only one token fits) to their tokens."""
         certain = {}
         for part in self._open_parts(state, row, canvas, int(state.block_end[row])):
@@ -242,14 +245,14 @@ class MaskedConstraint(SpanConstraint):
             positions = window.host_positions[index]
             is_valid = slice(None) if window.host_valid is None else window.host_valid[index]
             canvas[row, positions[is_valid]] = tokens[index][is_valid]
-            for position, token in self._certain(state, row, canvas[row]).items():
+            for position, token in self._find_certain(state, row, canvas[row]).items():
                 column = position - int(positions[0])
                 selected[index, column], values[index, column] = True, token
         decision.filled = torch.where(selected & ~decision.selected, 1, decision.filled).to(decision.filled.dtype)
         decision.selected, decision.values = selected, values
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        """Add ln(Z / Z') to `log_weight`: total masses of the span's texts, before and given the written tokens."""
+        """Add ln(Z / Z') to `log_weight`. Z is the total mass of the span's texts, Z' that given the new tokens."""
         if not self._draws:
             return False
         canvas = state.canvas.cpu().numpy()
@@ -292,9 +295,8 @@ def _masked_reasons(sampler: Any, state: Any) -> dict[str, bool]:
 class CanvasConstraint(SpanConstraint):
     """Constraint of canvases of noise: spans, and their parts in this step.
 
-    A canvas closes with the likeliest text, not with the best token of each position. Its text begins in the
-    automaton's state after the previous canvas, and must allow a text for the rest of the span after it. Entropies are
-    those of the conditioned marginals.
+    A canvas closes with the likeliest text, not with the best token of each position. Its text continues that of the
+    previous canvas, and can be continued to the end of the span. Entropies are those of the conditioned marginals.
     """
 
     stream = rng.TOKEN_STREAM
@@ -322,7 +324,7 @@ class CanvasConstraint(SpanConstraint):
                 beyond.fill_(-torch.inf)
                 beyond[:, state.ends[0]] = 0
             for part in find_parts(self.spans[row], row, canvas[row], undecided[row], begin, begin + state.width):
-                columns = [position - begin for position in part.open]
+                columns = [position - begin for position in part.open_positions]
                 marginals = self._marginals(state, part, logits[index, columns] / temperature[index])
                 if marginals is None:
                     continue  # `commit` raises the error
@@ -386,7 +388,7 @@ class CausalConstraint:
     answer_start: np.ndarray = field(metadata=ROWS)
     """[B] int64: start of each answer."""
     num_read: np.ndarray = field(metadata=ROWS)
-    """[B] int64: number of final tokens of each answer that led to `text_states`."""
+    """[B] int64: number of final tokens of each answer that `text_states` includes."""
     text_states: list[Any] = field(metadata=ROWS)
 
     @classmethod

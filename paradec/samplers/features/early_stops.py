@@ -1,4 +1,4 @@
-"""Stop rules that end a row early: its undecided positions are all filled at once (`paradec.Prophet`)."""
+"""Stop rules that end a row early, by filling all its undecided positions at once (`paradec.Prophet`)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ class RecordedLogProbs(Feature):
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         if decision.logprobs is None:
-            decision.logprobs = proposal.logprobs.fill(decision.values == state.facts.mask_id)  # tokens taken back
+            # tokens that are masked again have no probability
+            decision.logprobs = proposal.logprobs.fill(decision.values == state.facts.mask_id)
         steps: np.ndarray | Tensor = state.row_step[proposal.rows] - 1 if decision.steps is None else decision.steps
         self.logprobs.write(proposal.rows, proposal.positions, decision.selected, decision.logprobs, steps)
         return False
@@ -50,7 +51,7 @@ def step_logprobs(
 
 def known_probabilities(sampler: Any, state: Any, logits: Tensor, confidence: Tensor) -> Tensor | None:
     """Return a masked sampler's confidences [N, W] if they are the tokens' probabilities under softmax(logits [N, W,
-    V]). Return None if not, and for small vocabularies, for which a second computation is cheap."""
+    V]); otherwise None. Also return None for small vocabularies, where computing them again is cheap."""
     is_changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"
     if is_changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
         return None

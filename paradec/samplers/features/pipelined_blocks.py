@@ -23,8 +23,8 @@ class PipelinedBlocks(FixedBlocks):
 
     "D2F", arXiv 2508.09192; "d3LLM", arXiv 2601.07568, and the public code of both. A step may commit undecided
     positions of all open blocks. After a step the next block is added if at least a share `add` of the last block's
-    positions is decided: at most one block per step, and none after an end token. The sampler's rule selects among all
-    open blocks; the token that it commits in any case is the best token of the first block that is not full.
+    positions is decided, but no block is added after an end token. The sampler's rule selects among all open blocks. A
+    rule that must commit one token commits the best token of the first block that is not full.
 
     These blocks work with samplers that need no schedule over steps and take no tokens back, on all models, with the
     usual block caches and with `delayed`, the cache made for them. `PipelinedBlocks(n, add=1, full=1)` is
@@ -38,8 +38,8 @@ class PipelinedBlocks(FixedBlocks):
             scripts have 0.1 (d3LLM) and 0.1 to 0.7 (D2F); their code's default is 0.5.
         full: share of a block's positions that must be decided for the next block to be fully active, in [0, 1]; the
             first open block is always fully active. 0.95 in the published scripts. No effect with `forced="first"`.
-        forced: blocks that commit at least one token in every step: with "first" only the first block that is not full
-            (d3LLM), with "active" every fully active block that is not full (D2F). Other blocks commit only tokens that
+        forced: blocks that commit at least one token in every step. "first": only the first block that is not full
+            (d3LLM). "active": every fully active block that is not full (D2F). Other blocks commit only tokens that
             the rule selects.
 
     Prompt tokens between the masks of a block count neither as decided nor as undecided. d3LLM's code for LLaDA also
@@ -148,7 +148,7 @@ def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
 
 
 def leading_blocks(state: Any, current: Tensor) -> Tensor:
-    """Number each position's block, [R, W] int64; -1 if the block need not progress. current: [R, W], the tokens."""
+    """Number each position's block, [R, W] int64; -1 if the block may commit no token. current: [R, W]: the tokens."""
     blocks, totals = _block_indices(state)
     undecided = (current == state.mask_id) & (blocks >= 0)
     if state.blocks.forced == "first":
@@ -183,7 +183,7 @@ def _block_indices(state: Any) -> tuple[Tensor, Tensor]:
 
 
 def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tensor:
-    """Select each block's best candidate, the lowest on ties: [R, W] bool. leading: [R, W], from `leading_blocks`."""
+    """Select each block's best candidate, the leftmost on ties: [R, W] bool. leading: [R, W], from `leading_blocks`."""
     is_candidate = candidates & (leading >= 0)
     width = scores.shape[1]
     block = leading.clamp(min=0)

@@ -1,4 +1,4 @@
-"""Reuse of an earlier request's keys and values of a prefix, and keeping those of this request for the next."""
+"""Reuse of the keys and values of a prefix: those of an earlier request, and those kept for the next request."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _masked_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
 
 
 def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
-    """Map each reason why tokens may not follow the model's distribution given earlier tokens to whether it holds."""
+    """Return the reasons why tokens may not follow the model's distribution, with whether each reason holds."""
     name, topology, has_negative_prompt = model.facts.name, model.facts.topology, False
     if state.branches == 2:
         last = torch.as_tensor(state.prompt_length).to(state.context).unsqueeze(1) - 1

@@ -13,8 +13,8 @@ from paradec.constraints.values import Choice, Constraint, Regex, token_automato
 from paradec.core.checks import short_repr
 from paradec.core.packaged import vocabulary_hint
 
-LENGTHS = 4096
-"""Maximum text length, in tokens, up to which error messages search for the lengths of a constraint's texts."""
+MAX_LENGTH = 4096
+"""Length, in tokens, up to which error messages search for the shortest and longest text of a constraint."""
 
 
 class TextSpan(NamedTuple):
@@ -24,8 +24,8 @@ class TextSpan(NamedTuple):
     first: int
     stop: int
     table: np.ndarray | None
-    """[stop - first + 1, S] bool: the automaton's S states from which the remaining positions can be filled. None if
-    these states depend only on the number of positions."""
+    """[stop - first + 1, S] bool: for each slot, which of the automaton's S states allow the remaining positions to be
+    filled. None if these states depend only on the number of positions."""
     budget: int | None = None
     """Maximum number of tokens of free text before the constrained text (`thinking_budget`)."""
 
@@ -51,7 +51,7 @@ class SpanPart(NamedTuple):
     """[S] bool: allowed final states; or [n + 1, S]: allowed states before each of the n tokens and at the end."""
 
     @property
-    def open(self) -> list[int]:
+    def open_positions(self) -> list[int]:
         return [self.first + slot for slot, token in enumerate(self.tokens) if token is None]
 
 
@@ -80,8 +80,8 @@ def find_parts(
 
 
 def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int) -> list[tuple[TextSpan, ...]]:
-    """List the spans of each row of a request with a constraint: one span from the first position to fill to the end of
-    the answer; for a list of constraints, one span per hole (run of masks in the prompt).
+    """List the spans of each row of a request with a constraint. One constraint has one span, from the first position
+    to fill to the end of the answer. A list has one span per hole (run of masks in the prompt).
 
     state: has `request`, `prompt_length`, `answer_start`, `requested_end`, `max_new_tokens`. canvas: [B, L] int64,
         `hole` at positions to fill. width: maximum number of positions of a step.
@@ -156,7 +156,7 @@ def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
 
 
 def reserved_tokens(facts: Any, excludes_ends: bool) -> dict[int, str]:
-    """Map ids that cannot be part of a text to their roles."""
+    """Map ids that cannot be part of a text to their roles, in words."""
     roles = {} if facts.mask_token_id is None else {facts.mask_token_id: "the model's mask"}
     return roles | dict.fromkeys(facts.eos_token_ids if excludes_ends else (), "an end token of the model")
 
@@ -202,11 +202,13 @@ def _explain_misfit(
 ) -> str:
     size = len(fixed)
     if not automaton.reach(size)[0]:
-        lengths = np.flatnonzero(passes.lengths(automaton, LENGTHS if may_end else min(max(2 * size, 64), LENGTHS)))
+        lengths = np.flatnonzero(
+            passes.lengths(automaton, MAX_LENGTH if may_end else min(max(2 * size, 64), MAX_LENGTH))
+        )
         if not may_end:
-            fills = f"fills {lengths[0]} to {lengths[-1]}" if len(lengths) else f"needs more than {LENGTHS}"
+            fills = f"fills {lengths[0]} to {lengths[-1]}" if len(lengths) else f"needs more than {MAX_LENGTH}"
             return f"the hole at {first} has {size} masks; the constraint {fills}"
-        shortest = f"{lengths[0]}" if len(lengths) else f"more than {LENGTHS}"
+        shortest = f"{lengths[0]}" if len(lengths) else f"more than {MAX_LENGTH}"
         name = f"max_new_tokens={size}" if size == max_new_tokens else f"and {size} positions remain"
         return f"the shortest text takes {shortest} tokens, {name}"
     for slot, token in enumerate(fixed):

@@ -33,8 +33,8 @@ class SparseAttention(Feature):
 
 
 def find_attention(request: Request, sampler: Any, model: Any) -> Any:
-    """Find the attention method of the request, else of the model; None is dense attention. Raises ValueError if the
-    request's method does not work with the sampler and model; warns if the model's method does not."""
+    """Return the attention method of the request or, without one, of the model; None for dense attention. Raises
+    ValueError if the request's method does not work with sampler and model; warns if the model's method does not."""
     requested = request.attention
     if isinstance(requested, str) and requested != "dense":
         requested = attentions.create(requested)

@@ -23,12 +23,12 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class StopStrings:
     """Stop rule: end a row at the token that completes a stop string, once all positions before it are decided.
 
-    A stop string may span several tokens; special tokens count with their names. The token that completes it stays
-    whole, as in transformers' `StopStringCriteria`; unlike there, the prompt's text is not part of a match. Answers are
-    decoded incrementally.
+    A stop string may span several tokens; special tokens count with their names. As in transformers'
+    `StopStringCriteria`, the token that completes it stays whole. In contrast to that class, the prompt's text is not
+    part of a match. Answers are decoded incrementally.
 
-    texts, tokenizer: the stop strings; the model's tokenizer. first: [B] int64: first position whose text counts. mask:
-    the id of undecided positions, for windows that may contain such positions."""
+    texts: the stop strings. first: [B] int64: first position whose text counts. mask: id of undecided positions, for
+    windows that may contain such positions."""
 
     texts: list[tuple[str, ...]] = field(metadata=row_layout(fill=()))
     """The stop strings of each row."""

@@ -24,11 +24,11 @@ class TokenControls(Feature):
     """Token controls of a request, in vLLM's order and with its formulas.
 
     A token is excluded where it would complete a word of `bad_words`; `logit_bias` is added; end tokens are excluded
-    before `min_new_tokens`. Let c be the number of final occurrences of a token in prompt and answer, and a that in the
+    before `min_new_tokens`. Let a be the number of final occurrences of a token in the answer, and c that in prompt and
     answer. If c > 0, a positive logit is divided by `repetition_penalty`, any other logit is multiplied by it. Then
     `frequency_penalty` * a is subtracted, and `presence_penalty` if a > 0 (Keskar et al., arXiv 1909.05858, section
-    4.1; OpenAI's formulas). In a masked model, the tokens count that are final at the beginning of the step; all prompt
-    tokens, also those between masks, belong to the prompt.
+    4.1; OpenAI's formulas). In a masked model, only tokens that were final before the step count, and prompt tokens
+    between masks belong to the prompt.
     """
 
     request: Any

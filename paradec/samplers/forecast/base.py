@@ -129,8 +129,8 @@ class FeatureForecast(Sampler):
             scheduler: a diffusers scheduler; it is copied.
             num_inference_steps: number of solver steps.
             guidance_scale: s in uncond + s (cond - uncond). 1: no guidance; otherwise calls have two branches per row.
-            seed, generator: one, or one per row, for stochastic schedulers; a seed is combined with the row's latent.
-            conditions: conditions of the model: `class_labels` for DiT.
+            seed, generator: one value, or one per row, for stochastic schedulers. Seeds are combined with the latents.
+            conditions: conditions of the model, such as `class_labels` for DiT.
 
         Raises ValueError or TypeError for an invalid argument, or a setting that needs access to inner layers.
         """
@@ -230,7 +230,7 @@ class FeatureForecast(Sampler):
             history = basis.update(history, values, index)
         elif history is not None:
             history = basis.roll(history, values)
-        state.advance(proposal.values, full)  # first: if the scheduler raises, the history is unchanged
+        state.advance(proposal.values, full)  # before the history changes, since the scheduler may raise
         state.history = history
         if not state.done and isinstance(self.rule, StepRule):
             self.rule.observe_change(state.run_progress, latent, state.input)
@@ -240,7 +240,7 @@ class FeatureForecast(Sampler):
 
 
 def _make_generators(scheduler: Any, seed: Any, generator: Any, latent: Tensor) -> Any:
-    """Make the generators for a stochastic scheduler; None for other schedulers."""
+    """Make the generators of a stochastic scheduler; None for other schedulers. Raises ValueError for bad seeds."""
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
     seeds = list(seed) if isinstance(seed, (Sequence, np.ndarray, Tensor)) else [seed] * len(latent)

@@ -24,7 +24,7 @@ RIDGE = 1e-8  # added to singular values before division, as in HiCache's public
 class History(NamedTuple):
     """Earlier evaluations of one feature [B, ...]."""
 
-    tensors: tuple[Tensor, ...]  # depends on the basis: derivatives (order 0 first), or features (newest first)
+    tensors: tuple[Tensor, ...]  # differences (order 0 first) or features (newest first), as the basis needs
     nodes: tuple[int, ...]  # steps of these evaluations, newest first
     dtype: torch.dtype  # dtype of the feature and of forecasts
 
@@ -38,7 +38,7 @@ class Basis(Checked):
 
     order: O, the highest order of differences; 0 uses the last feature alone.
     dtype: dtype of the history, such as "bfloat16"; None: that of the feature. Sums use the wider of the two.
-    last_warmup_step: set by the sampler: last step that computes no differences (`Rule.last_warmup_step`)."""
+    last_warmup_step: last step that computes no differences; the sampler sets it (`Rule.last_warmup_step`)."""
 
     order: int = integer(1, low=0)
     dtype: torch.dtype | None = None
@@ -111,8 +111,8 @@ class Basis(Checked):
 class Taylor(Basis):
     """Taylor expansion from backward differences: sum_i D_i k^i / i!, k steps after the evaluation (TaylorSeer).
 
-    As in the public code, differences of every order are divided by the gap between the last two evaluations. This is
-    exact for linear features, but not for quadratic ones (use `Newton`). Each evaluation adds an order, up to `order`.
+    As in the public code, differences of every order are divided by the gap between the last two evaluations. Forecasts
+    are exact for linear, not for quadratic features (use `Newton`). Each evaluation adds an order, up to `order`.
     """
 
     name = "taylor"
@@ -167,8 +167,8 @@ class Newton(Basis):
 
 @dataclass(frozen=True)
 class FoCa(Basis):
-    """Corrected forecast from the last two evaluations and from the features (evaluated or forecast) of the last two
-    steps (cache-dit's form). Tensors: the last two evaluations, then the last two steps' features, newest first."""
+    """Corrected forecast (cache-dit's form), from the last two evaluations and from the features of the last two steps,
+    evaluated or forecast. Tensors: the last two evaluations, then the last two steps' features, newest first."""
 
     name = "foca"
     slots = 4
@@ -198,7 +198,7 @@ class FoCa(Basis):
 
 @dataclass(frozen=True)
 class DMD(Basis):
-    """Dynamic mode decomposition of the last `window` evaluations if at least 4 are evenly spaced; else `Hermite`.
+    """Dynamic mode decomposition of the last evenly spaced evaluations, up to `window`; below 4 of them, `Hermite`.
 
     As in HiCache's public code (hicache-pp), in float64. Singular values below 1e-4 of the largest are dropped. Costs
     an SVD per row and feature, so it is meant for whole outputs.
@@ -230,7 +230,8 @@ class DMD(Basis):
 
 
 def mode_forecast(snapshots: Tensor, distance: float) -> Tensor:
-    """Forecast `distance` spacings after the last of n evenly spaced snapshots [features, n] float64, oldest first."""
+    """Forecast [features] from n evenly spaced snapshots [features, n] float64, oldest first. distance: time after the
+    last snapshot, in spacings."""
     x, y = snapshots[:, :-1], snapshots[:, 1:]
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     rank = max(int((s > 1e-4 * s[0]).sum()), 1)

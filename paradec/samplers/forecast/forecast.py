@@ -39,12 +39,12 @@ class Forecast(FeatureForecast):
             rule (`Verification`, `rules`), a method (`TeaCache(...)`), or text: "every(interval=6, first_enhance=3)".
         how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or a basis of
             `bases`. None: the basis published with `when`, or "taylor".
-        where: the forecast features: "module" (attention and feed-forward outputs before their gates), "block" (each
+        where: features to forecast: "module" (attention and feed-forward outputs before their gates), "block" (each
             block's residual), "stack" (the sum of all residuals), "output" (of the transformer; needs least memory), or
             patterns of module names (`targets.Modules`). None: "module" in a pipeline, or as `when` requires.
         order: replaces the order of `how`; 0 reuses the last feature.
-        max_memory: limit of the histories in a pipeline: a number of bytes, or a text such as "2GB". If the histories
-            at full order exceed it, the run's first evaluation raises ValueError.
+        max_memory: limit of the histories in a pipeline, in bytes or as a text such as "2GB". If the histories at full
+            order need more, the run's first evaluation raises ValueError.
     """
 
     when: FeatureForecast | Rule | Sequence[int] | str | None = None

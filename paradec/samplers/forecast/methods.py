@@ -24,9 +24,9 @@ LITE = {"order": 2, "where": "output", "first_enhance": 3}
 class TaylorSeer(FeatureForecast):
     """TaylorSeer (Liu et al., arXiv 2503.06923, section 3): evaluate every N-th step.
 
-    k steps after the evaluation at t, F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, where D_i are backward differences. As
-    `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. The public code spaces steps
-    evenly for Wan and HunyuanVideo; presets "paper" and "flux" are its schedule for FLUX.1-dev, "lite_*" use "output".
+    k steps after the evaluation at t, F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, where D_i are backward differences.
+    Equal to `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. The presets are
+    schedules of the public code: "paper" and "flux" for FLUX.1-dev; "lite_*" have where="output".
 
     Args:
         interval: N; None means 5, or 2 in runs of at most 8 steps.
@@ -85,8 +85,8 @@ def TeaCache(
 
     Args:
         threshold: limit of the sum. The paper has 0.1 ("slow") and 0.2 ("fast") for Open-Sora.
-        coefficients: of the polynomial poly, highest power first; (1, 0) is x. The paper fits them for each model: for
-            FLUX (498.651651, -283.781631, 55.8554382, -3.82021401, 0.264230861).
+        coefficients: coefficients of poly, highest power first; (1, 0) is x. The paper fits them for each model; FLUX
+            has (498.651651, -283.781631, 55.8554382, -3.82021401, 0.264230861).
         max_forecasts: limit of consecutive skipped steps; None: no limit.
     """
     values: Any = coefficients
@@ -104,7 +104,7 @@ def SpeCa(
 ) -> Forecast:
     """SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628): TaylorSeer's forecasts, verified in the last block.
 
-    Arguments are those of `Verification`; order: that of the Taylor expansion.
+    order: order of the Taylor expansion. The other arguments are those of `Verification`.
     """
     rule = Verification(base_threshold, decay_rate, min_forecasts, max_forecasts, first_enhance)
     return Forecast(rule, Taylor(order), "module")
@@ -136,7 +136,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 
 
 def find_method_name(name: str) -> str | None:
-    """Return the name in `METHODS` for a method's name here or in other tools, in any case; None if unknown."""
+    """Return the name in `METHODS` for a method's name in paradec or another tool, in any case; None if unknown."""
     methods = PIPELINE_METHODS | {plain_name(method): method for method in METHODS}
     return methods.get(plain_name(name))
 
@@ -160,8 +160,8 @@ def method_from(text: str, settings: Mapping[str, Any]) -> Any:
 def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> FeatureForecast | Any:
     """Make the sampler to attach to a pipeline: a `FeatureForecast`, or the sampler "recap".
 
-    value: one of these, a rule, a name with `settings`, or a config of diffusers (`TaylorSeerCacheConfig`, ...); None
-    means `TaylorSeer()`. Raises TypeError for another value, ValueError as `method_from` or for an unsupported config.
+    value: a sampler, a rule, a name with `settings`, or a config of diffusers (`TaylorSeerCacheConfig`, ...); None:
+    `TaylorSeer()`. Raises TypeError for another value, ValueError as `method_from` or for an unsupported config.
     """
     if settings and not isinstance(value, str | None):
         raise TypeError(

@@ -174,13 +174,13 @@ class Probe(Rule):
 
 @dataclass(frozen=True)
 class Every(StepRule):
-    """Evaluate the first `first_enhance` steps, and then every `interval`-th step, counted from the last of the first.
+    """Evaluate the first `first_enhance` steps, then every `interval`-th step, counted from the last of these steps.
 
     Args:
-        interval: N: one evaluation, then N - 1 forecasts; None means 5, or 2 in runs of at most 8 steps.
+        interval: N, for one evaluation and N - 1 forecasts in turn; None means 5, or 2 in runs of at most 8 steps.
         first_enhance: number of evaluated solver steps at the start.
-        style: "reference" is TaylorSeer's public code; "diffusers" is `TaylorSeerCacheConfig`, whose first
-            evaluation after the start is step `first_enhance` + 1, and which computes differences from the start.
+        style: "reference" is TaylorSeer's public code. "diffusers" is `TaylorSeerCacheConfig`: the next evaluation
+            after the first steps is step `first_enhance` + 1, and differences are computed from step 0 on.
         full_after: from this step on all steps are evaluated (`disable_cache_after_step`); None: no such step.
     """
 
@@ -207,7 +207,7 @@ class Every(StepRule):
 class Verification(StepRule):
     """Evaluate after a forecast with a large error: SpeCa (Liu et al., ACM MM 2025, arXiv 2509.11628).
 
-    In forecast steps the last block is evaluated on forecast features, to measure the error of its own forecast. If the
+    In a step that is forecast, the last block is nevertheless evaluated, to measure the error of its forecast. If the
     mean relative error exceeds max(base_threshold decay_rate^(step / steps), 0.1), the *next* step is evaluated. The
     step after an evaluation is always forecast. The public code has no defaults.
 
@@ -246,11 +246,12 @@ class Verification(StepRule):
 class AccumulatedChange(StepRule):
     """Evaluate when the input has changed enough: TeaCache (Liu et al., CVPR 2025, arXiv 2411.19108).
 
-    The relative L1 change of an input from step to step, rescaled by a polynomial, is summed since the last evaluation.
+    The rule sums, since the last evaluation, the relative L1 changes of an input from step to step, each rescaled by a
+    polynomial.
 
     Args:
         threshold: a step is evaluated if the sum reaches it.
-        coefficients: the polynomial's (the paper fits it to each model), highest power first; (1, 0) is x.
+        coefficients: of the polynomial (the paper fits them to each model), highest power first; (1, 0) is x.
         max_forecasts: limit of consecutive forecasts; None: no limit.
         watch: the input whose change is summed. "modulated": input of the first block's attention (as in the paper).
             "hidden": hidden states before the first block. "latent": the latent. None means "modulated" with

@@ -1,4 +1,4 @@
-"""Rules that measure: FBCache, DBCache, DiCache, MagCache, SeaCache, EasyCache."""
+"""Rules that decide by changes during the run: FBCache, DBCache, DiCache, MagCache, SeaCache, EasyCache."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DBCache(Probe):
 
     Args:
         Fn_compute_blocks, Bn_compute_blocks: number of first and last blocks, which every step evaluates.
-        residual_diff_threshold: a step is evaluated at this relative L1 change and above; 0: always; from 1 on: never.
+        residual_diff_threshold: a step is evaluated if the relative L1 change reaches it; 0: always; from 1 on: never.
         max_warmup_steps: number of evaluated steps at the start.
         max_cached_steps, max_continuous_cached_steps: limits of all and of consecutive skipped steps; -1: no limit.
     """
@@ -112,9 +112,9 @@ class DiCache(Probe):
 
     Args:
         threshold: limit of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".
-        error: "delta_y" sums the probe's changes, "delta_minus" the differences of the probe's and the input's changes.
+        error: "delta_y" sums the probe's changes; "delta_minus" sums |change of the probe - change of the input|.
         probe_depth: number of first blocks, which every step evaluates.
-        retention_ratio: share of steps at the start that are evaluated, as the last one is ("delta_minus" in code: 0).
+        retention_ratio: share of evaluated steps at the start; 0 for "delta_minus" in the code.
         num_inference_steps: number of solver steps, for a transformer without a pipeline.
     """
 

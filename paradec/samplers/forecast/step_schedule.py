@@ -128,14 +128,14 @@ def check_steps(name: str, steps: Any, total: int | None) -> tuple[int, ...]:
     return values
 
 
-# numbers of consecutive evaluated and skipped steps, alternating, for 28 steps; scaled for 16 steps and more
+# numbers of consecutive evaluated and skipped steps, in turn, for runs of 28 steps; runs of 16 and more scale them
 MASKS: dict[str, tuple[int, ...]] = {
     "slow": (8, 1, 3, 2, 3, 2, 2, 2, 1, 3, 1),
     "medium": (6, 1, 2, 3, 2, 3, 2, 3, 2, 3, 1),
     "fast": (6, 1, 1, 3, 1, 4, 1, 5, 1, 4, 1),
     "ultra": (4, 2, 1, 5, 1, 6, 1, 7, 1),
 }
-# by the number of steps; masks of 10 to 14 steps are shortened from 15
+# the same for shorter runs, by their number of steps; runs of 10 to 14 steps shorten the masks for 15 steps
 SHORT: dict[int, dict[str, tuple[int, ...]]] = {
     15: {
         "slow": (4, 1, 2, 1, 2, 1, 2, 1, 1),
@@ -193,11 +193,11 @@ def step_mask(name: str, steps: int) -> tuple[int, ...]:
             break
         runs[i] += increments[i]
     # too long: shorten the last skipped and the last evaluated run in turn, by one step
-    for kind in cycle((1, 0)):
+    for first_run in cycle((1, 0)):
         if sum(runs) == steps:
             break
-        remaining = [i for i in range(kind, len(runs), 2) if runs[i]]
+        remaining = [i for i in range(first_run, len(runs), 2) if runs[i]]
         if remaining:
             runs[remaining[-1]] -= 1
-    flags = [i % 2 == 0 for i, length in enumerate(runs) for _ in range(length)]
-    return tuple(step for step, is_full in enumerate(flags) if is_full or step == steps - 1)
+    is_evaluated = [i % 2 == 0 for i, length in enumerate(runs) for _ in range(length)]
+    return tuple(step for step in range(steps) if is_evaluated[step] or step == steps - 1)

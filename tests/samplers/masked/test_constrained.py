@@ -64,7 +64,7 @@ class Recorded(MaskedConstraint):
         self.z = 1.0
 
     def uniform(self, state: Any, part: Any) -> np.ndarray:
-        return np.array([self.uniforms[int(state.row_step[part.row])][at - 1] for at in part.open])
+        return np.array([self.uniforms[int(state.row_step[part.row])][at - 1] for at in part.open_positions])
 
     def _marginals(self, state: Any, part: Any, logits: torch.Tensor) -> Marginals | None:
         marginals = super()._marginals(state, part, logits)
@@ -72,8 +72,8 @@ class Recorded(MaskedConstraint):
         self.z = math.exp(marginals.log_z())
         return marginals
 
-    def _certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
-        certain = super()._certain(state, row, canvas) if self.forced else {}
+    def _find_certain(self, state: Any, row: int, canvas: np.ndarray) -> dict[int, int]:
+        certain = super()._find_certain(state, row, canvas) if self.forced else {}
         self.log.append(("forced", sorted([at - 1, token] for at, token in certain.items())))
         return certain
 

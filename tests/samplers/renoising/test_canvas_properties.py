@@ -393,7 +393,7 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     sampler = samplers.create("diffusion_gemma", **settings)
     monkeypatch.setattr(
-        CanvasConstraint, "uniform", lambda self, state, part: np.array(numbers)[np.array(part.open) - start]
+        CanvasConstraint, "uniform", lambda self, state, part: np.array(numbers)[np.array(part.open_positions) - start]
     )
     prompt = torch.tensor([[size + 1]])
     value = paradec.Regex(case["constraint"]["regex"])
