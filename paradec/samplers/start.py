@@ -75,10 +75,8 @@ def make_seeds(request: Request, rows: list[list[int]]) -> tuple[torch.Generator
 def row_keys(
     seeds: Sequence[int], prompts: Sequence[Sequence[int]], copy_indices: Sequence[int] | None = None
 ) -> np.ndarray:
-    """Hash each row to a 64-bit key, [B, 2] int64: its seed, its prompt, and the number of equal rows before it. So a
-    row has the same random numbers in any batch, but copies of a prompt have different numbers.
-
-    copy_indices: [B]: the numbers of equal rows before each row; None counts them."""
+    """Hash each row's seed, prompt and number of equal rows before it (`copy_indices`; None: counted) to a 64-bit key,
+    [B, 2] int64. So a row has the same random numbers in any batch, but copies of a prompt have different numbers."""
     copies: dict[tuple[int, tuple[int, ...]], int] = {}
     keys = []
     for row, (seed, prompt) in enumerate(zip(seeds, prompts, strict=True)):

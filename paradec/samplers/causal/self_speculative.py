@@ -240,9 +240,7 @@ def _make_verify_query(state: CausalState, index: np.ndarray, evaluated: np.ndar
     num_masks = 0 if _has_shifted_blocks(state) else int(count.max())
     slot = np.arange(num_masks)
     position = np.concatenate((column, last_position + 1 + slot[None]), 1)
-    valid = np.concatenate(
-        (column < last_position + count, np.broadcast_to(slot < count, (len(store_rows), num_masks))), 1
-    )
+    valid = np.concatenate((column < last_position + count, slot < count), 1)
     is_mask = np.arange(position.shape[1]) >= column.shape[1]
     visible = (position[:, :, None] - is_mask[:, None] >= position[:, None, :]) & ~is_mask
     visible |= np.eye(len(is_mask), dtype=bool)

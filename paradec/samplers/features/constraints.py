@@ -41,9 +41,7 @@ from paradec.samplers.masked.blocks import EndOfText, open_blocks
 
 
 def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
-    """Raise ValueError if the constraint is unsupported, with the first reason that holds.
-
-    reasons: reasons of a family, with whether each holds; those of all families are checked first."""
+    """Raise ValueError with the first reason that holds, if any. The reasons of all families precede `reasons`."""
     name, request = model.facts.name, state.request
     common = {
         f"it needs a tokenizer, and {name} has none": getattr(model, "tokenizer", None) is None,
@@ -106,8 +104,7 @@ class MaskedConstraint(SpanConstraint):
     """Constraint of masked models: spans, and the importance weight of each row's draws.
 
     A position is certain if only one token fits. Every commit also writes the open block's certain positions. At
-    temperature 0 they are also written when the block opens, without a forward. Above 0 they wait for the block's first
-    step, whose importance weight includes them.
+    temperature 0 they are also written when the block opens, without a forward; above 0, not before its first step.
     """
 
     log_weight: np.ndarray | None = field(metadata=ROWS)

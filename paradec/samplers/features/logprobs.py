@@ -28,8 +28,7 @@ class RecordedLogProbs(Feature):
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         if decision.logprobs is None:
-            # tokens that are masked again have no probability
-            decision.logprobs = proposal.logprobs.fill(decision.values == state.facts.mask_id)
+            decision.logprobs = proposal.logprobs.fill(decision.values == state.facts.mask_id)  # masked again
         steps: np.ndarray | Tensor = state.row_step[proposal.rows] - 1 if decision.steps is None else decision.steps
         self.logprobs.write(proposal.rows, proposal.positions, decision.selected, decision.logprobs, steps)
         return False

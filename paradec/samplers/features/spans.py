@@ -13,7 +13,7 @@ from paradec.constraints.values import Choice, Constraint, Regex, token_automato
 from paradec.core.checks import short_repr
 from paradec.core.packaged import vocabulary_hint
 
-MAX_LENGTH = 4096
+LONGEST = 4096
 """Length, in tokens, up to which error messages search for the shortest and longest text of a constraint."""
 
 
@@ -202,13 +202,11 @@ def _explain_misfit(
 ) -> str:
     size = len(fixed)
     if not automaton.reach(size)[0]:
-        lengths = np.flatnonzero(
-            passes.lengths(automaton, MAX_LENGTH if may_end else min(max(2 * size, 64), MAX_LENGTH))
-        )
+        lengths = np.flatnonzero(passes.lengths(automaton, LONGEST if may_end else min(max(2 * size, 64), LONGEST)))
         if not may_end:
-            fills = f"fills {lengths[0]} to {lengths[-1]}" if len(lengths) else f"needs more than {MAX_LENGTH}"
+            fills = f"fills {lengths[0]} to {lengths[-1]}" if len(lengths) else f"needs more than {LONGEST}"
             return f"the hole at {first} has {size} masks; the constraint {fills}"
-        shortest = f"{lengths[0]}" if len(lengths) else f"more than {MAX_LENGTH}"
+        shortest = f"{lengths[0]}" if len(lengths) else f"more than {LONGEST}"
         name = f"max_new_tokens={size}" if size == max_new_tokens else f"and {size} positions remain"
         return f"the shortest text takes {shortest} tokens, {name}"
     for slot, token in enumerate(fixed):

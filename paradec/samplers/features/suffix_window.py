@@ -44,24 +44,18 @@ class SuffixWindow(Feature):
 
 
 def check_suffix(
-    request: Request,
-    sampler: Any,
-    model: Any,
-    cache: Cache,
-    blocks: BlockPolicy,
-    num_rows: int,
-    has_holes: bool,
-    has_early_rules: bool,
+    request: Request, sampler: Any, model: Any, cache: Cache, blocks: BlockPolicy, rows: int, holes: bool, early: bool
 ) -> None:
-    """Raise ValueError with the reason if the request's suffix does not work. Holes are masks before prompt tokens."""
+    """Raise ValueError with the reason if the request's suffix does not work. rows: number of rows. holes: whether
+    masks precede prompt tokens. early: whether the request has early stop rules."""
     suffix = Suffix.from_value(request.suffix)
     assert suffix is not None  # callers have checked `request.suffix`
-    why = suffix.why_unsupported(sampler, model, cache, has_holes)
+    why = suffix.why_unsupported(sampler, model, cache, holes)
     if why is None and isinstance(blocks, WholeCanvas):
         why = "one block is the whole answer, so that no position follows it; give block_length"
-    if why is None and has_early_rules:
+    if why is None and early:
         why = f"stop={short_repr(request.stop)} reads all positions after the block; leave it out"
-    if why is None and request.rng == "reference" and suffix.density != "cut" and num_rows > 1:
-        why = f"rng='reference' draws a suffix for only one row, not for {num_rows}; use rng='counter'"
+    if why is None and request.rng == "reference" and suffix.density != "cut" and rows > 1:
+        why = f"rng='reference' draws a suffix for only one row, not for {rows}; use rng='counter'"
     if why is not None:
         raise ValueError(f"suffix={short_repr(suffix)} does not work here: {why}")

@@ -230,8 +230,7 @@ class DMD(Basis):
 
 
 def mode_forecast(snapshots: Tensor, distance: float) -> Tensor:
-    """Forecast [features] from n evenly spaced snapshots [features, n] float64, oldest first. distance: time after the
-    last snapshot, in spacings."""
+    """Forecast from evenly spaced snapshots [features, n] float64, oldest first, `distance` spacings after the last."""
     x, y = snapshots[:, :-1], snapshots[:, 1:]
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     rank = max(int((s > 1e-4 * s[0]).sum()), 1)

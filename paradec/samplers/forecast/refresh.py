@@ -246,8 +246,7 @@ class Verification(StepRule):
 class AccumulatedChange(StepRule):
     """Evaluate when the input has changed enough: TeaCache (Liu et al., CVPR 2025, arXiv 2411.19108).
 
-    The rule sums, since the last evaluation, the relative L1 changes of an input from step to step, each rescaled by a
-    polynomial.
+    Relative L1 changes of an input from step to step, rescaled by a polynomial, are summed since the last evaluation.
 
     Args:
         threshold: a step is evaluated if the sum reaches it.

@@ -30,9 +30,7 @@ class DraftBlock:
         drafting = state.drafting
         drafter: Any = drafting.model
         assert features is not None  # drafters of blocks read hidden states
-        query, num_new = make_block_query(
-            state, drafting.num_read[rows], rows, drafter.block_size, drafter.mask_token_id
-        )
+        query, num_new = query_block(state, drafting.num_read[rows], rows, drafter.block_size, drafter.mask_token_id)
         width = query.tokens.shape[1] - drafter.block_size
         context = right_align(features, num_new, width)
         with torch.no_grad():
@@ -88,7 +86,7 @@ def draft_in_order(
     return drafts, record_nan_rows(drafting, rows, torch.cat(all_q, 1))
 
 
-def make_block_query(
+def query_block(
     state: CausalState, num_read: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
 ) -> tuple[CausalQuery, np.ndarray]:
     """Make the query of the final tokens that the drafter has not read, right-aligned, then the last one and masks.
