@@ -1,15 +1,17 @@
-"""Replays another set of recorded cases.
+"""Decode recorded cases from a folder, compare the results with the recorded ones, and print a report.
 
     python tests/replays.py FAMILY FOLDER [options of pytest]
 
-FOLDER holds what tests/golden holds for the family, or is a folder of the published golden data as it stands (`text`,
-`next-text`, `image-ar`, ...); or a ZIP file of such a folder. Its cases alone are replayed, all of them. Checkpoints
-and weights that cases name are looked for in FOLDER, beside it, and in tests/golden.
+FOLDER has the files of a family of tests/golden, or is an unchanged folder of the published golden data (`text`,
+`next-text`, `image-ar`, ...). It may be a ZIP file. All of its cases are replayed, and no packaged cases. Checkpoints
+and weights that a case names are searched in FOLDER, then next to it, then in tests/golden.
 
-Every wrong case is named with what differs, every near tie and every refused case with the reason. A near tie departs
-from the recording where two scores differ by less than 1e-7. Refused are cases of methods that paradec does not have,
-and those that the recording itself says are not reproducible. Fields that no replay reads are listed with the reason.
-The last line is `N replayed, M near ties, K refused, L wrong`; the exit status is 0 if N + M > 0 and L = 0.
+A case that does not match the recording has one of three outcomes. The report lists each with its reason:
+- wrong: the results differ;
+- near tie: they differ where two scores are less than 1e-7 apart;
+- refused: paradec lacks the method, or the recording states that the case is not reproducible.
+The report also lists the fields that no replay reads, and why. Its last line is
+`N replayed, M near ties, K refused, L wrong`. The exit status is 0 if N + M > 0 and L = 0.
 """
 
 import sys
@@ -125,15 +127,19 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         },
     ),
 }
-"""By family: the folders of tests/golden whose place FOLDER takes, and the tests by file ("" is all of a file)."""
+"""Family -> (the folders of tests/golden that FOLDER replaces, {test file: names of its tests without "test_"}).
+
+An empty string of names means all tests of the file."""
 
 PROVENANCE = "says where the recording comes from"
-CHOICE = "chooses the replay"
-UNREFUSED = "read of cases that are not refused"
-BEHIND = "of blocks behind an end"
-DERIVED = "follows from what is compared"
-BOOKKEEPING = "counted by the reference alone; its calls are compared"
-NOT_COMPARED: dict[str, str] = {
+CHOICE = "selects the test that replays the case"
+ONLY_IF_REPLAYED = "read only from cases that are not refused"
+AFTER_END = "belongs to blocks after an end token, which paradec does not decode"
+DERIVED = "follows from fields that are compared"
+BOOKKEEPING = "a value that only the reference needs; its model calls are compared"
+STORE_CALL = "belongs to calls that only store a block"
+WEIGHT_SHAPE = "the shapes of the weights imply it"
+WHY_NOT_COMPARED: dict[str, str] = {
     **dict.fromkeys(
         ("schema", "reference", "restated", "patches", "source", "note", "id", "name", "system"), PROVENANCE
     ),
@@ -141,8 +147,8 @@ NOT_COMPARED: dict[str, str] = {
     **dict.fromkeys(("float64_difference", "float32_difference", "replay_error"), PROVENANCE),
     **dict.fromkeys(("largest_relative_difference_from_float64", "generate_equals_loop"), PROVENANCE),
     **dict.fromkeys(("method", "kind", "candidates", "settings.mode", "settings.method", "settings.note"), CHOICE),
-    **dict.fromkeys(("margin", "router_margin", "fp64_same"), "is read only of a case that differs"),
-    **dict.fromkeys(("cases.seed", "cases.task", "steps.step"), "nothing is drawn by it"),
+    **dict.fromkeys(("margin", "router_margin", "fp64_same"), "read only if a case differs"),
+    **dict.fromkeys(("cases.seed", "cases.task", "steps.step"), "no random number depends on it"),
     **dict.fromkeys(("settings.steps", "settings.eps", "settings.top_k", "settings.top_p"), "unused by this rule"),
     **dict.fromkeys(("settings.alg_temp", "settings.alg", "settings.decoding_steps"), "unused by this rule"),
     **dict.fromkeys(("settings.temperature", "settings.cfg_scale", "settings.remasking"), "0, or unused by this rule"),
@@ -151,85 +157,85 @@ NOT_COMPARED: dict[str, str] = {
     **dict.fromkeys(("reference_nfe", "tau", "discarded_u", "calls.cached"), BOOKKEEPING),
     **dict.fromkeys(("kept_by_top_p", "end_in_unrestricted", "p", "q", "ratio", "score", "span"), DERIVED),
     **dict.fromkeys(("canvases.state", "masks", "draft", "steps.block"), DERIVED),
-    "settings.T": "settings.temperature says the same",
+    "settings.T": "equals settings.temperature",
     "settings.rule": "unused by this rule",
-    **dict.fromkeys(
-        ("stop_ids", "eos_id", "settings.stop", "settings.eos_early_stop"), "these runs go on behind an end"
-    ),
-    **dict.fromkeys(("cases.steps", "cases.nfe"), "diffusers' own loop makes these calls; its answers are compared"),
-    "steps.input_shape": "the loop evaluates other lengths here; what it writes is compared",
+    **dict.fromkeys(("stop_ids", "eos_id", "settings.stop", "settings.eos_early_stop"), "these runs ignore end tokens"),
+    **dict.fromkeys(("cases.steps", "cases.nfe"), "counts calls of diffusers' loop; its outputs are compared"),
+    "steps.input_shape": "paradec's loop evaluates windows of other lengths; the tokens that it commits are compared",
     "steps.conf": "compared where the rule's score is this probability",
     **dict.fromkeys(
         ("base", "creation_conf", "extra_token", "steps.cached", "keys", "refresh_to", "store"), BOOKKEEPING
     ),
     **dict.fromkeys(("steps.cached", "settings.rollout_p", "full_attention"), BOOKKEEPING),
     **dict.fromkeys(("settings.cache", "settings.function"), CHOICE),
-    **dict.fromkeys(("answer", "correct", "decoded", "prompt"), UNREFUSED),
-    **dict.fromkeys(("cases.final_ids", "cases.prompt_ids"), UNREFUSED),
-    "block_history": "read of adaptive blocks alone",
-    "steps.fed": "read of rules that are compared by position",
-    **dict.fromkeys(("rope_parameters.factor", "long_factor", "short_factor"), UNREFUSED),
-    **dict.fromkeys(
-        ("original_max_position_embeddings", "max_position_embeddings"), "read of cases that are not refused"
-    ),
-    **dict.fromkeys(("attention_factor", "inv_freq", "cos", "sin", "positions"), UNREFUSED),
-    **dict.fromkeys(("head_dim", "cases.adapter", "cases.input_ids"), UNREFUSED),
-    **dict.fromkeys(("cases.before", "cases.causal", "cases.name"), UNREFUSED),
-    **dict.fromkeys(("steps.ids", "steps.closed", "calls.stored"), "of calls that only store a block"),
+    **dict.fromkeys(("answer", "correct", "decoded", "prompt"), ONLY_IF_REPLAYED),
+    **dict.fromkeys(("cases.final_ids", "cases.prompt_ids"), ONLY_IF_REPLAYED),
+    "block_history": "read only with adaptive blocks",
+    "steps.fed": "read only for rules that are compared position by position",
+    **dict.fromkeys(("rope_parameters.factor", "long_factor", "short_factor"), ONLY_IF_REPLAYED),
+    **dict.fromkeys(("original_max_position_embeddings", "max_position_embeddings"), ONLY_IF_REPLAYED),
+    **dict.fromkeys(("attention_factor", "inv_freq", "cos", "sin", "positions"), ONLY_IF_REPLAYED),
+    **dict.fromkeys(("head_dim", "cases.adapter", "cases.input_ids"), ONLY_IF_REPLAYED),
+    **dict.fromkeys(("cases.before", "cases.causal", "cases.name"), ONLY_IF_REPLAYED),
+    **dict.fromkeys(("steps.ids", "steps.closed", "calls.stored"), STORE_CALL),
     **dict.fromkeys(("steps.done", "steps.logits", "steps.original", "steps.post_steps", "steps.steps"), DERIVED),
     "explicit_given": CHOICE,
-    **dict.fromkeys(("drafts", "hidden", "input_ids", "logits"), "of a last call that paradec does not make"),
-    **dict.fromkeys(("max_new_tokens", "settings.sampler", "block_length"), "drawn: replayed, not decoded again"),
-    **dict.fromkeys(("blocks.calls", "committed", "blocks.first", "next_first", "trajectory"), BEHIND),
-    **dict.fromkeys(("cached_after", "converged", "iterations", "greedy", "max_new_seq_len"), BEHIND),
-    **dict.fromkeys(("averaged_logits", "input_tokens", "kv"), "of calls that evaluate a half without weight"),
+    **dict.fromkeys(("drafts", "hidden", "input_ids", "logits"), "belongs to a last call that paradec does not make"),
+    **dict.fromkeys(
+        ("max_new_tokens", "settings.sampler", "block_length"), "the run was sampled: its steps are replayed one by one"
+    ),
+    **dict.fromkeys(("blocks.calls", "committed", "blocks.first", "next_first", "trajectory"), AFTER_END),
+    **dict.fromkeys(("cached_after", "converged", "iterations", "greedy", "max_new_seq_len"), AFTER_END),
+    **dict.fromkeys(
+        ("averaged_logits", "input_tokens", "kv"), "belongs to calls whose guidance weight makes one half irrelevant"
+    ),
     **dict.fromkeys(("f_hat", "next_input", "teacher_end", "unknown_after", "result"), DERIVED),
-    **dict.fromkeys(("draws", "settings.eos", "seed"), "nothing is drawn by it"),
+    **dict.fromkeys(("draws", "settings.eos", "seed"), "no random number depends on it"),
     "step.#.values": DERIVED,
     **dict.fromkeys(("log.context", "log.mask", "log.out", "log.tokens", "log.position_ids"), DERIVED),
     **dict.fromkeys(("log.op", "log.fast", "log.kind", "log.n_cached", "feature_kind"), CHOICE),
     **dict.fromkeys(("dit.scheduler", "dit.stored", "transformer_seed", "flux.seed", "settings.seed"), PROVENANCE),
     **dict.fromkeys(("proj_out", "proj_mlp", "transformer_blocks.0", "ff"), BOOKKEEPING),
     **dict.fromkeys(("attn_dropout", "proj_dropout", "use_checkpoint", "qkv_bias", "skip"), "constant in this model"),
+    **dict.fromkeys(("mlp_ratio", "patch_size", "decoder_embed_dim", "decoder_num_heads"), WEIGHT_SHAPE),
+    **dict.fromkeys(("model.depth", "embed_dim", "num_classes", "img_size"), WEIGHT_SHAPE),
+    **dict.fromkeys(("T", "nc", "pre", "seq_len"), "read only from rows that are not refused"),
+    "diff_fast_ratio": "ignored by the reference: its local steps used half of the head's steps",
+    "model": "the folder's name",
     **dict.fromkeys(
-        ("mlp_ratio", "patch_size", "decoder_embed_dim", "decoder_num_heads"), "the weights' shapes say it"
+        ("steps.commit", "steps.edit"), "belongs to calls of diffusers, or to calls that only store a block"
     ),
-    **dict.fromkeys(("model.depth", "embed_dim", "num_classes", "img_size"), "the weights' shapes say it"),
-    **dict.fromkeys(("T", "nc", "pre", "seq_len"), "read of rows that are not refused"),
-    "diff_fast_ratio": "the recorded local steps took half of the head's steps instead",
-    "model": "the folder's own name",
-    **dict.fromkeys(("steps.commit", "steps.edit"), "of diffusers' own calls, or of calls that only store a block"),
-    "steps.start": "of calls that only store a block",
+    "steps.start": STORE_CALL,
     "cases.about": PROVENANCE,
     "facts.block": "this format has no blocks",
     "mode": CHOICE,
     "extra.note": PROVENANCE,
-    "tree": "a name of tree_choices",
+    "tree": "a name for the value of tree_choices",
     "c#i.sd.layers.#.attention.kv_cache.k_cache": "only its length is read",
     "c#i.sd.layers.#.attention.kv_cache.v_cache": "empty",
     "t#i.sd.layers.#.attention.kv_cache.k_cache": "only its length is read",
     "t#i.sd.layers.#.attention.kv_cache.v_cache": "empty",
-    "draft_cond_prob": "1 for drafts that were not drawn",
-    "expected.reason": "the words of paradec's refusal are its own",
-    "expected.legend": "the question's own words",
-    "layer_#": "the last layer's output is given after the norm here",
-    "by_row_length": "such scaling is refused: it ties a row to its neighbours",
+    "draft_cond_prob": "1 for drafts that are the most likely tokens",
+    "expected.reason": "paradec words its errors differently",
+    "expected.legend": "the text of the question",
+    "layer_#": "paradec returns the last layer's output after the norm",
+    "by_row_length": "paradec refuses such scaling, which makes a row depend on the other rows of its batch",
     "vocab_size": "the checkpoint's config.json states it",
 }
-"""Why no replay reads a field, by the end of its name."""
+"""End of a field's name -> why no replay reads the field."""
 UNREAD_FILES: dict[str, str] = {
-    "prompts.json": "prompts and right answers; the recorded cases hold their own",
-    "laws.json": "distances between distributions, found by enumeration",
-    "step_schedules.json": "searched schedules of another model",
-    "modular_config.json": "a folder to load, no recording",
-    "modular_model_index.json": "a folder to load, no recording",
-    "model_index.json": "a folder to load, no recording",
+    "prompts.json": "prompts and right answers, which the recorded cases repeat",
+    "laws.json": "distances between distributions, computed by enumeration",
+    "step_schedules.json": "schedules that were searched for another model",
+    "modular_config.json": "configuration of a checkpoint",
+    "modular_model_index.json": "configuration of a checkpoint",
+    "model_index.json": "configuration of a checkpoint",
 }
-"""Why no replay opens a file."""
+"""File name -> why no replay opens the file."""
 
 
 class Plugin:
-    """Selects what is replayed, and records tests that fail outside a case, such as those of an unreadable file."""
+    """Runs only the tests of a family. Tests that fail outside a case, as with unreadable files, count as wrong."""
 
     def __init__(self, tests: dict[str, str]):
         self.tests = tests
@@ -239,11 +245,10 @@ class Plugin:
         for item in items:
             file, name = str(item.path.relative_to(TESTS)), getattr(item, "originalname", item.name)
             names.add((file, name))
-            wanted = self.tests[file].split()
+            family_tests = self.tests[file].split()
+            is_in_family = not family_tests or name.removeprefix("test_") in family_tests
             # float32 repeats the cases of float64, with more near ties
-            if (not wanted or name.removeprefix("test_") in wanted) and parameters_of(item).get(
-                "precision"
-            ) != "float32":
+            if is_in_family and parameters_of(item).get("precision") != "float32":
                 selected.append(item)
         items[:] = selected
         for file in {file for file, _ in names}:
@@ -270,17 +275,17 @@ def record_failure(report: pytest.CollectReport | pytest.TestReport) -> None:
 def why_not_compared(field: str) -> str:
     parts = field.split(".")
     names = [".".join(parts[start:]) for start in range(len(parts))]
-    return next((NOT_COMPARED[name] for name in names if name in NOT_COMPARED), "unknown to this reader")
+    return next((WHY_NOT_COMPARED[name] for name in names if name in WHY_NOT_COMPARED), "not known to tests/replays.py")
 
 
 def report(folder: Path) -> bool:
-    """Print the outcome of each case, and what was not compared; whether the set passes."""
-    fields: dict[str, list[tuple[int, str]]] = {}
-    for (group, field), count in unread_fields(folder).items():
-        fields.setdefault(field, []).append((count, group))
-    for field, places in sorted(fields.items()):
-        groups = ", ".join(group for _, group in sorted(places, reverse=True)[:3]) + ", ..." * (len(places) > 3)
-        print(f"not compared: {field} ({sum(count for count, _ in places)} in {groups}): {why_not_compared(field)}")
+    """Print the unread fields and files, and the outcome of each case. Return whether no case is wrong."""
+    counts_by_field: dict[str, list[tuple[int, str]]] = {}
+    for (subfolder, field), count in unread_fields(folder).items():
+        counts_by_field.setdefault(field, []).append((count, subfolder))
+    for field, entries in sorted(counts_by_field.items()):
+        shown = ", ".join(name for _, name in sorted(entries, reverse=True)[:3]) + ", ..." * (len(entries) > 3)
+        print(f"not compared: {field} ({sum(count for count, _ in entries)} in {shown}): {why_not_compared(field)}")
     for path in unread_files(folder):
         name = str(path.relative_to(folder))
         if path.name in UNREAD_FILES:
@@ -298,15 +303,15 @@ def report(folder: Path) -> bool:
 
 
 def unread_files(folder: Path) -> list[Path]:
-    """Recordings (JSON files but configurations) that were not opened."""
+    """Return the JSON and JSON Lines files that no test opened, without configurations and refused cases."""
     paths = [path for path in sorted(folder.rglob("*")) if path.suffix in (".json", ".jsonl")]
-    seen = {name.partition(",")[0] for name in OUTCOMES}  # refused case by case
+    case_names = {name.partition(",")[0] for name in OUTCOMES}
     return [
         path
         for path in paths
         if path not in recorded.READ
         and not path.stem.endswith("config")
-        and f"{path.parent.name}/{path.stem}" not in seen
+        and f"{path.parent.name}/{path.stem}" not in case_names
     ]
 
 

@@ -1,4 +1,4 @@
-"""The examples run offline with `--tiny`, in a fresh process."""
+"""The scripts in examples/ run, most of them offline with `--tiny`; the training scripts write the packaged files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROLLOUTS = "rollouts"  # has separate tests
 NEEDS_RAY = "ray_batch"
 PACKAGED = {"digits_dit": "digits-dit", "digits_lpd": "digits-lpd", "digits_masked": "digits-maskgit"}
 PACKAGED |= {"tiny_llada": "tiny-llada"}
-"""Scripts that export one folder; the other scripts export several."""
+"""Training script -> the folder of paradec/assets that it writes, for scripts that write only one."""
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in (ROLLOUTS, NEEDS_RAY))
-# One process runs all of them, because the import of transformers takes most of the time. The limit for each is CPU
-# time, which does not depend on the load of the machine.
+# One process runs all examples, because the import of transformers takes most of the time. The time limit of each
+# example is in CPU seconds, which do not depend on the load of the machine.
 RUN_EACH = """
 import runpy, sys, time
 try:
@@ -39,7 +39,7 @@ for path in sys.argv[1:]:
 """.replace("CPU_SECONDS", "300")
 
 
-def test_an_example_says_which_extra_it_needs() -> None:
+def test_an_example_names_the_missing_extra() -> None:
     code = "import runpy, sys; sys.modules['accelerate'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
     path = str(EXAMPLES / "accelerate_batch.py")
     done = subprocess.run([sys.executable, "-c", code, path, "--tiny"], capture_output=True, text=True, timeout=120)
@@ -49,7 +49,7 @@ def test_an_example_says_which_extra_it_needs() -> None:
 
 @pytest.mark.full
 def test_examples_run_offline() -> None:
-    """Every example prints something, and the answers of the packaged models are right."""
+    """Every example prints something. For some, the printed answers and numbers of forwards are checked."""
     files = [str(EXAMPLES / f"{name}.py") for name in NAMES]
     done = subprocess.run([sys.executable, "-c", RUN_EACH, *files], capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
@@ -57,7 +57,7 @@ def test_examples_run_offline() -> None:
     assert all(text.strip() for text in printed.values())
     for name in ("llada_generate", "infill", "chat_loop", "transformers_generate", "accelerate_batch"):
         assert "kiwi apple fig pear" in printed[name]
-    # diffusers' threshold of 0.7 is faster here than 0.9, and wrong
+    # diffusers' threshold of 0.7 takes fewer forwards than 0.9, but its answers are wrong
     actual = re.findall(r"(\w+)Scheduler.*: (\d+) forwards, a (\w+) answer", printed["llada2_swap_in"])
     assert [(int(forwards), answer) for _, forwards, answer in actual] == [
         (8, "wrong"), (16, "right"), (13, "wrong"), (16, "right")
@@ -65,7 +65,7 @@ def test_examples_run_offline() -> None:
     assert "0 answered, 0 failed" in printed["batch_file"] and "largest_gap" in printed["own_sampler"]
     assert "50 calls, 14 full, 36 forecast" in printed["dit_taylorseer"]
     assert "the same tokens as generate()'s: True" in printed["diffusion_gemma"]
-    # token by token, then the same number of tokens in fewer forwards
+    # 49 forwards token by token, then fewer forwards for as many tokens
     forwards = [int(count) for count in re.findall(r": (\d+) forwards", printed["sjd_images"])]
     assert len(forwards) == 2 and forwards[1] < forwards[0] == 49
 
@@ -73,9 +73,9 @@ def test_examples_run_offline() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["digits_ar", "digits_dit", "digits_lpd", "digits_masked", "digits_var", "tiny_llada"])
 def test_packaged_weights_can_be_trained_again(tmp_path: Path, name: str) -> None:
-    """Two steps of every stage write files with the names and shapes of the packaged ones."""
-    data = np.random.default_rng(0).integers(0, 256, (1100, 785))  # 1000 are held out
-    data[:, -1] %= 10
+    """After two steps of every stage, the script writes files with the names and shapes of the packaged ones."""
+    data = np.random.default_rng(0).integers(0, 256, (1100, 785))  # 1100 images (1000 held out) of 784 pixels
+    data[:, -1] %= 10  # labels
     np.savetxt(tmp_path / "digits.csv", data, fmt="%d", delimiter=",")
     options = [] if name == "tiny_llada" else ["--csv", str(tmp_path / "digits.csv")]
     script = EXAMPLES / "training" / f"{name}.py"
@@ -103,7 +103,7 @@ def train_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.full
-def test_rollouts_are_replayed_before_the_weights_change(train_rollouts: Callable[..., list[str]]) -> None:
+def test_probability_ratios_are_1_before_the_weights_change(train_rollouts: Callable[..., list[str]]) -> None:
     """All ratios are 1 at the first step of the optimizer, but not at the second."""
     lines = train_rollouts("--tiny")
     matches = [re.search(r"ratios off 1 by (\S+), (\S+), weights (\d)", line) for line in lines]

@@ -1,4 +1,4 @@
-"""Modules that importing paradec loads, and the order of imports between its packages."""
+"""Which modules `import paradec` loads, and which packages of paradec import which."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_paradec_is_light() -> None:
-    # Only what paradec adds to torch counts: some builds of torch import triton by themselves.
+def test_importing_paradec_loads_no_heavy_package() -> None:
+    # torch is imported first, because some builds of torch import triton.
     code = """
 import sys, torch
 before = set(sys.modules)
@@ -35,22 +35,22 @@ print(*sorted(set(sys.modules) - before), sep="\\n")
     assert not heavy.intersection(added)
 
 
-def test_kernels_need_no_triton() -> None:
+def test_kernels_work_without_triton() -> None:
     # Triton is imported on first use (see `paradec/kernels/__init__.py`); without it the references work.
     code = """
 import sys, torch
-before = "triton" in sys.modules  # some builds of torch import it
+loaded_by_torch = "triton" in sys.modules
 import paradec.kernels.token_stats as token_stats
-import paradec.kernels.block_sparse as sparsed
-print(before or "triton" not in sys.modules)
+import paradec.kernels.block_sparse as block_sparse
+print(loaded_by_torch or "triton" not in sys.modules)
 sys.modules["triton"] = None
 logits = torch.randn(1, 2, 9000)
 print(torch.equal(token_stats.token_stats(logits).token, logits.argmax(-1)))
 x = torch.randn(1, 1, 8, 4)
-plain = torch.nn.functional.scaled_dot_product_attention(x, x, x)
-print(torch.allclose(sparsed.sparse_attention(x, x, x, None), plain, atol=1e-6))
+expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+print(torch.allclose(block_sparse.sparse_attention(x, x, x, None), expected, atol=1e-6))
 try:
-    sparsed.sparse_attention(x, x, x, None, backend="triton")
+    block_sparse.sparse_attention(x, x, x, None, backend="triton")
 except ValueError as error:
     print("triton is not installed" in str(error))
 """
@@ -58,7 +58,7 @@ except ValueError as error:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Return the modules of paradec that a file imports, also for types, in functions or by `import_module("...")`."""
+    """Return all modules of paradec that a file imports anywhere, also by `import_module("...")`."""
     result = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -82,7 +82,7 @@ LAYERS = (
     *("batching", "tools", "integrations schedulers", "cli"),
 )
 """Packages from the lowest layer to the highest. A package imports only from its own and lower layers."""
-FLOORS = {package: floor for floor, packages in enumerate(LAYERS) for package in packages.split()}
+LAYER_INDEX = {package: index for index, packages in enumerate(LAYERS) for package in packages.split()}
 
 
 def package_of(module: str) -> str:
@@ -90,13 +90,12 @@ def package_of(module: str) -> str:
     return (module.split(".") + [""])[1]
 
 
-def test_imports_point_one_way() -> None:
-    """No package imports from a higher layer."""
+def test_no_package_imports_from_a_higher_layer() -> None:
     files = sorted((ROOT / "paradec").rglob("*.py"))
     names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
     imports = {name: (imports_of(file) & names.keys()) - {name} for name, file in names.items()}
-    order = list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError, which names the circle
+    order = list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError for a circular import
     assert len(order) == len(names)
-    for name, used in imports.items():
-        for other in used if package_of(name) in FLOORS else ():
-            assert FLOORS.get(package_of(other), 0) <= FLOORS[package_of(name)], f"{name} imports {other}"
+    for name, imported in imports.items():
+        for other in imported if package_of(name) in LAYER_INDEX else ():
+            assert LAYER_INDEX.get(package_of(other), 0) <= LAYER_INDEX[package_of(name)], f"{name} imports {other}"

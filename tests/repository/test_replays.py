@@ -1,4 +1,4 @@
-"""`python tests/replays.py` over small sets of recorded cases, copied from the packaged ones and changed."""
+"""The command `python tests/replays.py` on changed copies of packaged recordings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 from places import GOLDEN, ROOT
 
 
-def run(family: str, folder: Path) -> tuple[int, list[str]]:
+def run_replays(family: str, folder: Path) -> tuple[int, list[str]]:
     """Return the exit status and the lines of the report."""
     command = [sys.executable, "tests/replays.py", family, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines()
 
 
-def change(path: Path, edit: Any) -> None:
+def edit_json(path: Path, edit: Any) -> None:
     data = json.loads(path.read_text())
     edit(data)
     path.write_text(json.dumps(data))
@@ -29,44 +29,43 @@ def change(path: Path, edit: Any) -> None:
 
 @pytest.mark.full
 def test_an_empty_folder_fails(tmp_path: Path) -> None:
-    status, lines = run("sjd", tmp_path)
+    status, lines = run_replays("sjd", tmp_path)
     assert status == 1 and lines[-1] == "0 replayed, 0 near ties, 0 refused, 0 wrong"
 
 
 def test_right_wrong_tied_and_unknown_cases_are_distinguished(tmp_path: Path) -> None:
-    """One case each: right, reversed tokens, a tie, an unknown method, an unknown field."""
+    """sjd-00 is unchanged. The other cases get reversed tokens, a tie, an unknown method and an unknown field."""
     names = ["sjd-00", "sjd-02", "sjd-04", "sjd-06"]
     for name in names:
         shutil.copy(GOLDEN / "sjd" / f"{name}.json", tmp_path)
-    change(tmp_path / "sjd-02.json", lambda case: case["expected"]["tokens"][0].reverse())
+    edit_json(tmp_path / "sjd-02.json", lambda case: case["expected"]["tokens"][0].reverse())
 
-    def tie(case: dict[str, Any]) -> None:
-        """Move the first fresh draw to the bound between two tokens, and record the other token."""
-        place = next(
+    def make_tie(case: dict[str, Any]) -> None:
+        """Move the first fresh uniform number to the bound between two tokens, so that the other token is drawn."""
+        row, slot = next(
             (row, slot)
             for row, slots in enumerate(case["u_fresh"])
             for slot in range(len(slots))
             if slot + 1 == case["expected"]["first_reject_slot"][row] == case["settings"]["window"]
         )
-        row, slot = place
         token = case["expected"]["tokens"][row][slot]
         total = math.fsum(case["p"][row][slot])
         case["u_fresh"][row][slot] = math.fsum(case["p"][row][slot][: token + 1]) / total + 1e-12
 
-    tied = next(path for path in sorted((GOLDEN / "sjd").glob("*.json")) if _accepts_all(path))
-    shutil.copy(tied, tmp_path / "tied.json")
-    change(tmp_path / "tied.json", tie)
-    change(tmp_path / "sjd-04.json", lambda case: case.update(method="other"))
-    change(tmp_path / "sjd-06.json", lambda case: case.update(surprise=1))
-    status, lines = run("sjd", tmp_path)
+    path = next(path for path in sorted((GOLDEN / "sjd").glob("*.json")) if has_accepted_window(path))
+    shutil.copy(path, tmp_path / "tied.json")
+    edit_json(tmp_path / "tied.json", make_tie)
+    edit_json(tmp_path / "sjd-04.json", lambda case: case.update(method="other"))
+    edit_json(tmp_path / "sjd-06.json", lambda case: case.update(surprise=1))
+    status, lines = run_replays("sjd", tmp_path)
     assert status == 1 and lines[-1] == "2 replayed, 1 near ties, 1 refused, 1 wrong"
     assert [line.split(":")[1].strip().split("/")[-1] for line in lines if line.startswith("wrong")] == ["sjd-02"]
     assert any(line.startswith("near tie") and "/tied: scores" in line for line in lines)
     assert any(line.startswith("refused: sjd-04.json") for line in lines)
-    assert any("not compared: surprise (1 in .): unknown to this reader" in line for line in lines)
+    assert any("not compared: surprise (1 in .): not known to tests/replays.py" in line for line in lines)
 
 
-def _accepts_all(path: Path) -> bool:
-    """Return whether a row accepts its whole window, so that its last token is a fresh draw."""
+def has_accepted_window(path: Path) -> bool:
+    """Return whether a row of the case accepts its whole window, so that its last token is a fresh draw."""
     case = json.loads(path.read_text())
     return case["settings"]["window"] in case["expected"]["first_reject_slot"]

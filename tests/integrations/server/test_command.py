@@ -19,45 +19,46 @@ from typer.testing import CliRunner
 import paradec
 from paradec.cli import app
 
-ELSEWHERE = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parents[1])}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parents[1])}
 
 
 def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("secret\n")
     command = [sys.executable, "-m", "paradec", "serve", "--port", "0", "--name", "mine", "--api-key-file", "key"]
     command += ["--log-level", "info"]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it, and children
+    # background jobs ignore SIGINT, and child processes inherit this
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        running = subprocess.Popen(
-            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ELSEWHERE
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
         )
     finally:
-        signal.signal(signal.SIGINT, before)
-    assert running.stdout is not None
-    name, address = running.stdout.readline().split()
+        signal.signal(signal.SIGINT, previous_handler)
+    assert process.stdout is not None
+    name, address = process.stdout.readline().split()
     assert name == "mine:" and address.startswith("http://127.0.0.1:") and address.endswith("/v1")
     body = json.dumps({"messages": [{"role": "user", "content": "Sort: pear fig apple"}], "max_tokens": 256}).encode()
     headers = {"content-type": "application/json", "authorization": "Bearer secret"}
     with urllib.request.urlopen(urllib.request.Request(f"{address}/chat/completions", body, headers)) as answer:
         actual = json.loads(answer.read())
     assert (actual["model"], actual["choices"][0]["message"]["content"]) == ("mine", "apple fig pear")
-    running.send_signal(signal.SIGINT)
-    logged, errors = running.communicate(timeout=60)
-    assert running.returncode == 130 and '"POST /v1/chat/completions HTTP/1.1" 200' in logged and "Error" not in errors
+    process.send_signal(signal.SIGINT)
+    logged, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and '"POST /v1/chat/completions HTTP/1.1" 200' in logged and "Error" not in errors
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_open_requests_end_with_an_error_when_the_server_stops(stream: bool) -> None:
     script = "import paradec.integrations.server.app as app; app.GRACE = 0.2; import paradec.cli as cli; cli.app()"
     command = [sys.executable, "-c", script, "serve", "--port", "0", "--batch", "1"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ELSEWHERE)
-    assert running.stdout is not None
-    port = int(running.stdout.readline().rpartition(":")[2].split("/")[0])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert process.stdout is not None
+    port = int(process.stdout.readline().rpartition(":")[2].split("/")[0])
     wire = Running(None, None, port).send(json.dumps(chat(**LONG, n=100, stream=stream)).encode())
     time.sleep(1)
-    running.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
     answer = b"".join(iter(lambda: wire.recv(2**16), b"")).decode()
-    _, errors = running.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert "Traceback" not in errors and answer.startswith(f"HTTP/1.1 {200 if stream else 503} ")
     message = '{"error": {"message": "the server is stopping", "type": "server_error", "param": null, "code": null}}'
     assert (f"data: {message}\n\n" if stream else message.replace(": ", ":").replace(", ", ",")) in answer
@@ -84,19 +85,19 @@ def test_it_prints_the_settings_in_effect(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     paradec.load().save_pretrained("folder")
-    listed: list[Any] = []
+    reported: list[Any] = []
 
-    def ask(server_app: Any, *_: Any) -> None:
+    def read_settings(server_app: Any, *_: Any) -> None:
         routes = {route.path: route.endpoint for route in server_app.routes}
-        listed.append(asyncio.run(routes["/v1/models"]())["data"][0]["paradec"])
+        reported.append(asyncio.run(routes["/v1/models"]())["data"][0]["paradec"])
 
-    monkeypatch.setattr("paradec.integrations.server.app.serve", ask)
+    monkeypatch.setattr("paradec.integrations.server.app.serve", read_settings)
     done = CliRunner().invoke(app, ["serve", "--port", "0", *options])
     assert done.exit_code == 0 and settings in done.stdout.splitlines()[1] and "at most 512)" in done.stdout
-    assert listed[0]["cache"] in settings and listed[0]["is_approximate"] == ("approximate" in settings)
+    assert reported[0]["cache"] in settings and reported[0]["is_approximate"] == ("approximate" in settings)
 
 
-def test_help_names_the_defaults_by_model() -> None:
+def test_help_states_defaults_that_depend_on_the_model() -> None:
     text = " ".join(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "100"}).stdout.split())
     assert "by default dual (approximate) on bidirectional models" in text and "the model's, or threshold" in text
     assert "a body without max_tokens gets the model's default" in text
@@ -117,7 +118,7 @@ def test_help_names_the_defaults_by_model() -> None:
         (["--port", "0", "--cache", "prefix", "--max-memory", "5000"], "more than --max-memory=5000"),
     ],
 )
-def test_wrong_options_are_one_line(
+def test_wrong_options_print_one_line(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -127,7 +128,7 @@ def test_wrong_options_are_one_line(
     assert done.stderr.count("\n") == 1
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fastapi", "prometheus_client"):
         monkeypatch.setitem(sys.modules, name, None)
     done = CliRunner().invoke(app, ["serve"])
@@ -135,8 +136,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'.[serve]'" in done.stderr
 
 
-def test_a_port_in_use_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paradec, "load", None)  # the error comes before the load
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = CliRunner().invoke(app, ["serve", "--port", str(taken.getsockname()[1])])
+def test_a_port_in_use_prints_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paradec, "load", None)  # the error comes before the model is loaded
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        done = CliRunner().invoke(app, ["serve", "--port", str(listening.getsockname()[1])])
     assert done.exit_code == 2 and done.stderr.startswith("error: ") and "Address already in use" in done.stderr

@@ -1,4 +1,4 @@
-"""Constrained answers over HTTP: with OpenAI's client, in streams, concurrently, and with hostile schemas."""
+"""Constrained answers over HTTP: with OpenAI's client, in streams, concurrently, and with very large schemas."""
 
 import functools
 import json
@@ -40,14 +40,16 @@ SCHEMA: dict[str, Any] = {
     },
     "required": ["name", "tags", "size", "ok"],
 }
-TOOL = {"type": "function", "function": {"name": "put", "parameters": SCHEMA["properties"]["size"]}}
-OTHER = {
+PUT_TOOL = {"type": "function", "function": {"name": "put", "parameters": SCHEMA["properties"]["size"]}}
+GO_TOOL = {
     "type": "function",
     "function": {"name": "go", "parameters": {"type": "object", "additionalProperties": False}},
 }
 
 
-class Noise(nn.Module):
+class RandomLogits(nn.Module):
+    """Fixed random logits that depend only on the position."""
+
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=2048)
@@ -61,13 +63,13 @@ class Noise(nn.Module):
 def model() -> Any:
     tokenizer = byte_level_tokenizer("<|im_end|>")
     tokenizer.chat_template = TEMPLATE
-    return paradec.wrap(Noise(), prediction="same", topology="bidirectional", tokenizer=tokenizer)
+    return paradec.wrap(RandomLogits(), prediction="same", topology="bidirectional", tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="module")
 def server(model: Any) -> Iterator[Running]:
-    with running(model, batch_size=8, request={"block_length": 32}) as found:
-        yield found
+    with running(model, batch_size=8, request={"block_length": 32}) as instance:
+        yield instance
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def check(text: str) -> None:
+def assert_matches_schema(text: str) -> None:
     actual = json.loads(text)
     assert list(actual) == ["name", "tags", "size", "ok"] and isinstance(actual["ok"], bool)
     assert len(actual["name"]) <= 4 and 5 <= actual["size"]["n"] <= 120
@@ -86,21 +88,21 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHE
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_schemas(client: openai.OpenAI, stream: bool) -> None:
+def test_answers_match_the_schema(client: openai.OpenAI, stream: bool) -> None:
     request: dict[str, Any] = {"model": NAME, "messages": chat("x")["messages"], "max_tokens": 128, "temperature": 1.0}
     actual = client.chat.completions.create(response_format=FORMAT, stream=stream, seed=5, **request)
     if stream:
         chunks = list(actual)
-        check("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+        assert_matches_schema("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
         assert [each for chunk in chunks if (each := chunk.choices[0].finish_reason)] == ["stop"]
     else:
-        check(actual.choices[0].message.content)
+        assert_matches_schema(actual.choices[0].message.content)
         assert actual.choices[0].finish_reason == "stop"
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    ("extra", "fits"),
+    ("extra", "is_valid"),
     [
         ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
         ({"structured_outputs": {"regex": "[ab]{3}c"}}, lambda text: re.fullmatch("[ab]{3}c", text)),
@@ -118,15 +120,15 @@ def test_schemas(client: openai.OpenAI, stream: bool) -> None:
         ({"response_format": {"type": "text"}, "guided_regex": "z"}, lambda text: text == "z"),
     ],
 )
-def test_other_fields(server: Running, extra: dict[str, Any], fits: Any) -> None:
+def test_every_field_that_sets_a_constraint(server: Running, extra: dict[str, Any], is_valid: Any) -> None:
     status, _, text = server.post(chat("x", max_tokens=40, **extra))
     assert status == 200, text
-    assert fits(json.loads(text)["choices"][0]["message"]["content"])
+    assert is_valid(json.loads(text)["choices"][0]["message"]["content"])
     status, _, text = server.post({"prompt": "x", "max_tokens": 40, **extra}, "/v1/completions")
-    assert status == 200 and fits(json.loads(text)["choices"][0]["text"])
+    assert status == 200 and is_valid(json.loads(text)["choices"][0]["text"])
 
 
-def test_a_constraint_of_the_server_or_a_preset_holds_where_the_body_has_none(model: Any, tmp_path: Path) -> None:
+def test_a_body_without_constraint_gets_that_of_its_preset_or_the_server(model: Any, tmp_path: Path) -> None:
     paradec.Request(constraint=paradec.Choice(("six",))).save(tmp_path / "six.json")
     request = {"block_length": 32, "constraint": paradec.Regex("[ab]{3}")}
     with running(model, request=request, presets=read_presets(tmp_path)) as server:
@@ -146,8 +148,8 @@ def test_a_constraint_of_the_server_or_a_preset_holds_where_the_body_has_none(mo
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "put"}}])
-def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any, stream: bool) -> None:
-    request: Any = {"model": NAME, "messages": chat("x")["messages"], "max_tokens": 96, "tools": [TOOL, OTHER]}
+def test_required_tools_are_called_with_valid_arguments(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    request: Any = {"model": NAME, "messages": chat("x")["messages"], "max_tokens": 96, "tools": [PUT_TOOL, GO_TOOL]}
     actual = client.chat.completions.create(tool_choice=choice, temperature=1.0, seed=2, stream=stream, **request)
     if stream:
         chunks = list(actual)
@@ -162,12 +164,12 @@ def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any, stream: 
     assert arguments == {} if name == "go" else 5 <= arguments["n"] <= 120
 
 
-def of_schema(schema: Any) -> dict[str, Any]:
+def format_of_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
 
 @pytest.mark.parametrize(
-    ("extra", "status", "part"),
+    ("extra", "status", "message"),
     [
         ({"response_format": {"type": "xml"}}, 422, "must have the type"),
         ({"response_format": FORMAT | {"after": "x"}}, 422, "unknown field: 'after'; allowed: json_schema, type"),
@@ -178,8 +180,8 @@ def of_schema(schema: Any) -> dict[str, Any]:
             "unknown field of json_schema: 'after'",
         ),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, 422, '"json_object" alone'),
-        (of_schema(nested_objects(200)), 422, "nested too deeply|more than|parts"),
-        (of_schema(nested_arrays(22, minItems=2)), 422, "more than"),
+        (format_of_schema(nested_objects(200)), 422, "nested too deeply|more than|parts"),
+        (format_of_schema(nested_arrays(22, minItems=2)), 422, "more than"),
         (
             {"guided_choice": [f"{index:09d} {index * 7919 % 10**12:012d}" for index in range(30_000)]},
             422,
@@ -202,10 +204,10 @@ def of_schema(schema: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_wrong_formats_are_refused(server: Running, extra: dict[str, Any], status: int, part: str) -> None:
+def test_wrong_formats_are_refused(server: Running, extra: dict[str, Any], status: int, message: str) -> None:
     actual, _, text = server.post(chat("x", **{"max_tokens": 40} | extra))
     assert actual == status, text
-    assert re.search(part, json.loads(text)["error"]["message"]), text
+    assert re.search(message, json.loads(text)["error"]["message"]), text
     assert server.engine.alive and server.engine.batch.occupied == 0
 
 
@@ -234,19 +236,21 @@ def test_concurrent_constrained_requests(client: openai.OpenAI, server: Running,
     with ThreadPoolExecutor(16) as pool:
         for number, text in enumerate(pool.map(ask, range(count))):
             if number % 4 == 0:
-                check(text)
+                assert_matches_schema(text)
             else:
                 assert re.fullmatch("[a-d]{1,20}", text) if number % 4 < 3 else "more than 65536 states" in text
     assert (server.engine.batch.occupied, server.engine.batch.waiting) == (0, 0)
 
 
-def test_a_schema_that_takes_long_is_refused_and_delays_nobody(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_that_compiles_too_long_is_refused_and_delays_no_request(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("paradec.integrations.server.answers.Compiler", functools.partial(Compiler, seconds=0.1))
     inner: dict[str, Any] = {"type": "string", "maxLength": 20}
-    for _ in range(2):  # more than a second of work
+    for _ in range(2):  # this schema takes more than a second to compile
         inner = {"type": "object", "properties": {f"key_{number}": inner for number in range(4)}}
     with running(model, request={"block_length": 32}) as server, ThreadPoolExecutor(4) as pool:
-        slow = [pool.submit(server.post, chat("x", max_tokens=40, **of_schema(inner))) for _ in range(2)]
+        slow = [pool.submit(server.post, chat("x", max_tokens=40, **format_of_schema(inner))) for _ in range(2)]
         assert server.post(chat("x", max_tokens=8))[0] == 200
         for answer in slow:
             status, _, text = answer.result()

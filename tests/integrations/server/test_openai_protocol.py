@@ -1,4 +1,4 @@
-"""The protocol of OpenAI's endpoints, on causal models with known answers."""
+"""The protocol of OpenAI's endpoints, on causal models that answer with a fixed text."""
 
 import json
 import urllib.request
@@ -17,6 +17,7 @@ TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type"
 
 
 def chat_twice(client: openai.OpenAI, **more: Any) -> list[tuple[str, str, list[str], str]]:
+    """Return (content, reasoning, arguments of calls, finish reason) of a plain answer and of a streamed answer."""
     body = {"model": NAME, **chat("hi"), "max_tokens": 200, **more}
     choice = client.chat.completions.create(**body).choices[0]
     calls = [call.function.arguments for call in choice.message.tool_calls or []]
@@ -44,7 +45,7 @@ def test_text_is_returned_unchanged(text: str) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("stop", [" fox", "fo", "ox ju", ["zebra", "q"]])
-def test_stop_sequences_act_alike_in_streams(stop: Any) -> None:
+def test_stop_sequences_cut_plain_and_streamed_answers_alike(stop: Any) -> None:
     text = "the quick brown fox jumps"
     expected = text[: min(text.find(word) for word in ([stop] if isinstance(stop, str) else stop) if word in text)]
     with scripted(text) as (_, client, _):
@@ -59,21 +60,21 @@ def test_complete_calls_survive_truncated_answers() -> None:
         for size in (12, len(ids) - 12, len(ids)):
             cut = server.engine.model.tokenizer.decode(ids[:size])
             plain, streamed = chat_twice(client, tools=[TOOL], max_tokens=size)
-            calls, rest = cut.count(CALL), cut.rpartition("</tool_call>\n")[2]
-            content = "Well.\n" + rest.removeprefix("Well.\n") if calls == 0 else "Well." + rest
-            assert plain == streamed == (content, "", arguments * calls, "length")
+            num_calls, rest = cut.count(CALL), cut.rpartition("</tool_call>\n")[2]
+            content = "Well.\n" + rest.removeprefix("Well.\n") if num_calls == 0 else "Well." + rest
+            assert plain == streamed == (content, "", arguments * num_calls, "length")
         body = {"model": NAME, **chat("hi"), "tools": [TOOL], "n": 3}
         answer = client.chat.completions.create(**body, max_tokens=200)
-        actual = [call.id for choice in answer.choices for call in choice.message.tool_calls]
-        assert len({*actual}) == 6 and answer.choices[0].message.content == "Well."
-        for given in ("", None, "{}", {}):
-            call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": given}}
+        ids_of_calls = [call.id for choice in answer.choices for call in choice.message.tool_calls]
+        assert len({*ids_of_calls}) == 6 and answer.choices[0].message.content == "Well."
+        for empty in ("", None, "{}", {}):
+            call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": empty}}
             history = [{"role": "assistant", "content": None, "tool_calls": [call]}]
             result = {"role": "tool", "tool_call_id": "a", "content": "x"}
             assert server.post(chat(messages=[*history, result]))[0] == 200
 
 
-GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+GEMMA_MARKERS = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 
 
 FAMILIES: list[Any] = [
@@ -84,7 +85,7 @@ FAMILIES: list[Any] = [
         "<tool_call>\n<function=f>\n<parameter=x>\né 1\n</parameter>\n</function>\n</tool_call>", {"x": "é 1"},
     ),
     (
-        SCRIPT_TEMPLATE.replace("<tool_call>", "<|tool_call>"), GEMMA,
+        SCRIPT_TEMPLATE.replace("<tool_call>", "<|tool_call>"), GEMMA_MARKERS,
         '<|tool_call>call:f{x:<|"|>é, {"a": b}:\n<|"|>,list:[1,{a:true}]}<tool_call|>',
         {"x": 'é, {"a": b}:\n', "list": [1, {"a": True}]},
     ),
@@ -102,8 +103,10 @@ def test_calls_of_each_family_are_read(template: str, markers: Sequence[str], ca
             assert plain == streamed and plain[3] == reason and len(plain[2]) == count
             assert [json.loads(entry) for entry in plain[2]] == [arguments] * count
             assert plain[0].startswith("Well é.") and ("call" in plain[0]) == (count == 1)
-        without = chat_twice(client)
-        assert without == [(server.engine.model.tokenizer.decode(ids, skip_special_tokens=True), "", [], "stop")] * 2
+        without_tools = chat_twice(client)
+        assert (
+            without_tools == [(server.engine.model.tokenizer.decode(ids, skip_special_tokens=True), "", [], "stop")] * 2
+        )
         more: Any = {"tools": [TOOL], "logprobs": True, "max_tokens": 200, "messages": chat("hi")["messages"]}
         choice = client.chat.completions.create(model=NAME, **more).choices[0]
         chunks = client.chat.completions.create(model=NAME, **more, stream=True)
@@ -112,7 +115,7 @@ def test_calls_of_each_family_are_read(template: str, markers: Sequence[str], ca
         assert scores == choice.logprobs.content
 
 
-def test_reasoning_ends_at_a_special_token_too() -> None:
+def test_reasoning_can_end_at_a_special_token() -> None:
     opened: Any = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
     with scripted("I <|turn|>think </think> Yes.", ("<think>", "</think>")) as (server, client, _):
         server.engine.model.unwrap().begin = token_ids(server.engine.model.tokenizer, f"{BEGIN}<think>\n")
@@ -134,7 +137,7 @@ def test_reasoning_is_separated_only_if_the_template_opens_it() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("markers", [(), ("<think>", "</think>")])
 def test_reasoning_precedes_constrained_answers(markers: tuple[str, ...]) -> None:
-    """Reasoning is opened by the template or ended by the body's marker. A budget ends it too."""
+    """The constraint applies after the reasoning, which ends at a marker or after a budget of tokens."""
     text, opened = "I think.</think>no way", {"chat_template_kwargs": {"thinks": True}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["no", "yes"]}}}
     with scripted(text, markers) as (server, client, _):
@@ -161,7 +164,7 @@ def test_reasoning_precedes_constrained_answers(markers: tuple[str, ...]) -> Non
         assert status == 422 and json.loads(answer)["error"]["param"] == "paradec"
 
 
-def test_a_complete_answer_ends_with_stop_at_the_last_token_too() -> None:
+def test_a_complete_answer_of_max_tokens_has_the_finish_reason_stop() -> None:
     class Reply(BaseModel):
         answer: Literal["yes", "no"]
 
@@ -197,7 +200,7 @@ def test_tokens_are_named_by_their_bytes() -> None:
         assert sorted({*actual.text_offset}) == [n for n in range(len(text)) if n <= smile or n == smile + 1]
 
 
-def test_usage_comes_in_a_chunk_of_its_own_on_request() -> None:
+def test_usage_is_sent_in_a_separate_last_chunk_on_request() -> None:
     with scripted("hello") as (_, client, ids):
         body: Any = {"model": NAME, **chat("hi"), "stream": True}
         for options in ({}, {"include_usage": False}, {"include_obfuscation": True}):
@@ -232,7 +235,7 @@ def test_lists_of_prompts_and_echo() -> None:
         assert [n for piece in pieces if piece.logprobs for n in piece.logprobs.text_offset][-1] >= len(text)
 
 
-INERT: list[dict[str, Any]] = [
+WITHOUT_EFFECT: list[dict[str, Any]] = [
     {"repetition_penalty": 1, "min_p": 0.0, "ignore_eos": False, "min_tokens": 0, "presence_penalty": 0},
     {"bad_words": [], "frequency_penalty": 0.0, "logit_bias": {}, "top_k": -1, "user": "x"},
     {"skip_special_tokens": True},
@@ -243,9 +246,9 @@ INERT: list[dict[str, Any]] = [
 ]
 
 
-def test_fields_that_change_nothing_are_accepted_and_others_named() -> None:
+def test_values_without_effect_are_accepted_and_unsupported_ones_refused() -> None:
     with scripted("hello") as (server, _, _):
-        for more in INERT:
+        for more in WITHOUT_EFFECT:
             assert server.post(chat(**more))[0] == 200, more
         for name, value in {
             "best_of": 2,
@@ -264,17 +267,16 @@ def test_fields_that_change_nothing_are_accepted_and_others_named() -> None:
             assert status == 400 and error["param"] == name and error["message"].startswith(f"{name}={value!r}"), text
 
 
-def test_fields_of_single_tokens_shape_the_answer() -> None:
+def test_token_biases_bans_and_minimum_lengths_change_the_answer() -> None:
     with scripted("hello") as (server, client, _):
         (token,) = token_ids(server.engine.model.tokenizer, "#")
         assert chat_twice(client, logit_bias={str(token): 100}, max_tokens=3) == [("###", "", [], "length")] * 2
         assert chat_twice(client, extra_body={"bad_words": ["h", "l"]}) == [("eo", "", [], "stop")] * 2
-        end, end_id = {"ignore_eos": True}, server.engine.model.tokenizer.eos_token_id
-        assert chat_twice(client, extra_body=end, max_tokens=6)[0] == ("hello", "", [], "length")
-        early = {"logit_bias": {str(end_id): 100}}
-        assert chat_twice(client, **early) == [("", "", [], "stop")] * 2
+        assert chat_twice(client, extra_body={"ignore_eos": True}, max_tokens=6)[0] == ("hello", "", [], "length")
+        end_bias = {"logit_bias": {str(server.engine.model.tokenizer.eos_token_id): 100}}
+        assert chat_twice(client, **end_bias) == [("", "", [], "stop")] * 2
         for body in ({"min_tokens": 4}, {"paradec": {"min_new_tokens": 4}}):
-            assert chat_twice(client, **early, extra_body=body) == [("hell", "", [], "stop")] * 2
+            assert chat_twice(client, **end_bias, extra_body=body) == [("hell", "", [], "stop")] * 2
 
 
 @pytest.mark.thinned
@@ -302,7 +304,7 @@ def test_fields_of_single_tokens_shape_the_answer() -> None:
         ("bad_words", ["a" * 300], "of at most 256 characters"),
     ],
 )
-def test_wrong_fields_of_single_tokens_are_named(field: str, value: Any, reason: str) -> None:
+def test_wrong_token_biases_bans_and_minimum_lengths_are_refused(field: str, value: Any, reason: str) -> None:
     with scripted("hello") as (server, client, _):
         for body in ({field: value}, {"paradec": {field.replace("min_tokens", "min_new_tokens"): value}}):
             with pytest.raises(openai.BadRequestError, match=reason) as raised:
@@ -325,7 +327,7 @@ def test_min_tokens_and_constraints_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     "schema", [{"properties": [1]}, {"allOf": {"a": 1}}, {"type": None}, {"type": "object", "required": True}, 3]
 )
-def test_malformed_schemas_are_named(schema: Any) -> None:
+def test_malformed_schemas_are_refused(schema: Any) -> None:
     with scripted("x") as (server, _, _):
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         status, _, text = server.post(chat(response_format=form, max_tokens=20))

@@ -1,4 +1,4 @@
-"""The server with a real client, and with clients that misbehave."""
+"""The server with OpenAI's client, with wrong requests, disconnects and failing models."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ PROMPTS = [
     "Sort: zebra ant wolf bee newt",
 ]  # fmt: skip
 SHUFFLE = "Shuffle: pear fig apple kiwi"  # every order of the words is right
-SLOWLY = {"sampler": "low_confidence"}
+SLOW = {"sampler": "low_confidence"}  # one token per step
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_concurrent_answers_equal_generate(server: Running, client: openai.OpenA
 
 
 def test_streams_send_final_text_in_order(server: Running, client: openai.OpenAI) -> None:
-    actual = chat_pieces(client, PROMPTS[1], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
+    actual = chat_pieces(client, PROMPTS[1], extra_body={"paradec": {**SLOW, "block_length": 1}})
     assert "".join(actual) == "kiwi apple fig pear" and len(actual) == 4
     options: Any = {"stream": True, "max_tokens": 2, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(model=NAME, messages=chat(PROMPTS[1])["messages"], **options))
@@ -81,22 +81,22 @@ def test_streams_send_final_text_in_order(server: Running, client: openai.OpenAI
     assert text.rstrip("\r\n0").endswith("data: [DONE]")
 
 
-def test_drafts_are_comments_and_only_on_request(server: Running, client: openai.OpenAI) -> None:
-    body = {"paradec": {**SLOWLY, "drafts": True, "block_length": 32}}
+def test_drafts_are_sent_only_on_request_as_stream_comments(server: Running, client: openai.OpenAI) -> None:
+    body = {"paradec": {**SLOW, "drafts": True, "block_length": 32}}
     assert "".join(chat_pieces(client, SORT, max_tokens=32, extra_body=body)) == "apple fig pear"
     _, _, text = server.post(chat(stream=True, max_tokens=32, **body))
     lines = text.splitlines()
     drafts = [json.loads(line[2:])["draft"] for line in lines if line.startswith(": ")]
     assert drafts and any(word is not None for draft in drafts for word in draft)
     assert all(word is None or isinstance(word, str) for draft in drafts for word in draft)
-    _, _, text = server.post(chat(stream=True, paradec=SLOWLY))
+    _, _, text = server.post(chat(stream=True, paradec=SLOW))
     assert not any(line.startswith(":") for line in text.splitlines())
 
 
 def test_stop_sequences_are_cut_off(server: Running, client: openai.OpenAI) -> None:
     full = client.chat.completions.create(model=NAME, messages=chat()["messages"], stop=[" pear", "zebra"])
     assert (full.choices[0].message.content, full.choices[0].finish_reason) == ("apple fig", "stop")
-    actual = chat_pieces(client, SORT, stop=["fig p"], extra_body={"paradec": {**SLOWLY, "block_length": 1}})
+    actual = chat_pieces(client, SORT, stop=["fig p"], extra_body={"paradec": {**SLOW, "block_length": 1}})
     assert "".join(actual) == "apple "
     short = client.chat.completions.create(model=NAME, messages=chat()["messages"], max_tokens=2)
     assert (short.choices[0].message.content, short.choices[0].finish_reason) == ("apple fig", "length")
@@ -138,13 +138,14 @@ def test_answers_with_penalties_equal_generate(model: Any, client: openai.OpenAI
     assert len({*texts}) > 2
 
 
-def test_a_body_turns_filters_of_its_preset_off(model: Any, client: openai.OpenAI) -> None:
+def test_a_body_can_turn_off_filters_of_its_preset(model: Any, client: openai.OpenAI) -> None:
     usual = {"sampler": "threshold", "max_new_tokens": 12, "temperature": 1.5}
-    free = [paradec.generate(model, SHUFFLE, seed=seed, **usual).text for seed in range(3)]
-    narrow = {"preset": "warm_narrow"}
-    body = narrow | {"min_p": 0, "top_k": -1}
-    assert [chat_text(client, SHUFFLE, seed=seed, extra_body=body) for seed in range(3)] == free
-    assert len({chat_text(client, SHUFFLE, seed=seed, extra_body=narrow) for seed in range(3)}) == 1 < len({*free})
+    unfiltered = [paradec.generate(model, SHUFFLE, seed=seed, **usual).text for seed in range(3)]
+    preset = {"preset": "warm_narrow"}
+    body = preset | {"min_p": 0, "top_k": -1}
+    assert [chat_text(client, SHUFFLE, seed=seed, extra_body=body) for seed in range(3)] == unfiltered
+    filtered = {chat_text(client, SHUFFLE, seed=seed, extra_body=preset) for seed in range(3)}
+    assert len(filtered) == 1 < len({*unfiltered})
 
 
 def test_completions_use_no_chat_template_by_default(client: openai.OpenAI, model: Any) -> None:
@@ -163,7 +164,9 @@ def test_tools_and_options_reach_the_template(client: openai.OpenAI, server: Run
     assert server.post(chat(chat_template_kwargs=3))[0] == 422
 
 
-def test_the_benchmark_of_a_running_server(server: Running, monkeypatch: Any, capsys: Any, tmp_path: Path) -> None:
+def test_the_server_benchmark_reports_times_and_failed_requests(
+    server: Running, monkeypatch: Any, capsys: Any, tmp_path: Path
+) -> None:
     benchmark = load_script("benchmarks/server.py")
     arguments = ["server.py", "--url", f"{server.address}/v1", "--requests", "6", "--at-once", "3"]
     arguments += ["--out", str(tmp_path / "out.json")]
@@ -182,12 +185,12 @@ def test_the_benchmark_of_a_running_server(server: Running, monkeypatch: Any, ca
     assert "--url http://127.0.0.1:1/v1: Connection error" in capsys.readouterr().err
 
 
-def test_the_model_is_listed_alone(client: openai.OpenAI) -> None:
-    assert [actual.id for actual in client.models.list().data] == [NAME]
+def test_only_the_served_model_is_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list().data] == [NAME]
 
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-DEEP = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+DEEPLY_NESTED_CALL = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
 REFUSED: list[tuple[Any, int, str]] = [
     (b'{"messages": [', 400, "not JSON"),
     (b"[1, 2]", 422, "JSON object"),
@@ -206,7 +209,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     (chat(tool_choice="maybe"), 422, "'maybe': Input should be 'none', 'auto' or 'required'"),
     (chat(tool_choice="required", tools=[TOOL]), 422, "tool_choice='required' is not supported with this model"),
     (chat(tool_choice={"type": "function", "function": {"name": "g"}}, tools=[TOOL]), 422, "'g' is not one of"),
-    ({"messages": [{"role": "assistant", "tool_calls": [DEEP]}]}, 422, "Invalid JSON"),
+    ({"messages": [{"role": "assistant", "tool_calls": [DEEPLY_NESTED_CALL]}]}, 422, "Invalid JSON"),
     (chat(response_format={"type": "json_object"}), 422, "has no text that the tokenizer can write"),
     (chat(temperature="hot"), 400, "temperature='hot' must be a number"),
     (chat(max_tokens=5000), 400, "max_tokens=5000 exceeds --max-answer=4096"),
@@ -240,7 +243,7 @@ def test_wrong_bodies_are_refused(server: Running, body: Any, status: int, messa
 
 @pytest.mark.parametrize("kind", ["sampler", "cache"])
 def test_a_body_imports_no_file(server: Running, kind: str, tmp_path: Path) -> None:
-    marker, file = tmp_path / "imported", tmp_path / "own.py"
+    marker, file = tmp_path / "imported", tmp_path / "custom.py"
     file.write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\nclass Mine: pass\n")
     mine = f"{file}:Mine"
     for value in (mine, f"{mine}(threshold=1)", f"threshold+{mine}", {kind: mine}, f"union(rules=[{mine!r}])"):
@@ -249,7 +252,7 @@ def test_a_body_imports_no_file(server: Running, kind: str, tmp_path: Path) -> N
     assert not marker.exists()
 
 
-def test_completions_refuse_too(server: Running) -> None:
+def test_wrong_bodies_of_completions_are_refused(server: Running) -> None:
     for body, message in [({"prompt": [["a"]]}, "prompt"), ({"prompt": SORT, "suffix": "x"}, "suffix")]:
         status, _, text = server.post(body, "/v1/completions")
         assert status == 422 and message in json.loads(text)["error"]["message"]
@@ -263,26 +266,26 @@ def test_unknown_paths_are_404(server: Running, path: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_row(server: Running, stream: bool) -> None:
-    before = len(server.engine.batch._pending.copies)
+    assert not server.engine.batch._pending.copies
     wire = server.send(json.dumps(chat(stream=stream, **LONG)).encode())
     wait(lambda: server.engine.batch.occupied == 1)
     steps = server.engine.steps
     wire.close()
     wait(lambda: server.engine.batch.occupied == 0)
-    assert server.engine.steps - steps < 300  # it would have taken 400
-    assert len(server.engine.batch._pending.copies) == before == 0  # nothing is kept of a prompt
+    assert server.engine.steps - steps < 300  # the full answer takes 400
+    assert not server.engine.batch._pending.copies  # the prompt is deleted
 
 
 def test_an_error_within_a_stream_is_json(server: Running, client: openai.OpenAI, monkeypatch: Any) -> None:
-    def broken(self: Any, ids: Any) -> None:
+    def fail(self: Any, ids: Any) -> None:
         raise ValueError('a "quoted"\nmessage')
 
-    monkeypatch.setattr("paradec.integrations.server.answers.Answer.put", broken)
+    monkeypatch.setattr("paradec.integrations.server.answers.Answer.put", fail)
     refuses(lambda: chat_pieces(client, SORT), 'a "quoted"\nmessage', openai.APIError)
     wait(lambda: server.engine.batch.occupied == 0)
 
 
-def test_metrics_count(model: Any) -> None:
+def test_metrics_count_requests_tokens_and_seconds(model: Any) -> None:
     with running(model) as server:
         server.post(chat())
         server.post(b"{")
@@ -302,7 +305,7 @@ def test_metrics_count(model: Any) -> None:
     assert actual["paradec_alive",] == 1 and actual["paradec_steps",] >= 1 and actual["paradec_row_calls_total",] >= 1
 
 
-def test_keys_and_numbers_are_limited(model: Any) -> None:
+def test_wrong_api_keys_and_too_many_requests_are_refused(model: Any) -> None:
     with running(model, batch_size=1, api_key="secret", max_requests=1) as server:
         for wrong in ({}, {"Authorization": "Bearer another"}, {"Authorization": "secret"}):
             status, headers, text = server.post(chat(), **wrong)
@@ -318,7 +321,7 @@ def test_keys_and_numbers_are_limited(model: Any) -> None:
         wait(lambda: server.post(chat(), **key)[0] == 200)
 
 
-def test_the_tokens_of_requests_are_limited(model: Any) -> None:
+def test_the_total_tokens_of_open_requests_are_limited(model: Any) -> None:
     with running(model, batch_size=2, max_work=450) as server:
         status, _, text = server.post(chat(max_tokens=450))
         assert status == 400 and "458 tokens of prompts and answers exceed this server's limit of 450" in text
@@ -350,42 +353,44 @@ def test_a_stopped_engine_answers_503(model: Any) -> None:
         refuses(lambda: server.engine.submit(SORT, on_done=print), "the batch was closed", BatchClosed)
 
 
-class Broken:
+class FailingModel:
+    """Raises an error for rows that contain `token`, and for all rows once `is_lost` is set."""
+
     def __init__(self, model: Any, token: int):
-        self.model, self.token, self.lost = model, token, False
+        self.model, self.token, self.is_lost = model, token, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["model"], name)
 
     def __call__(self, query: Any, *store: Any) -> Any:
-        if self.lost:
+        if self.is_lost:
             raise RuntimeError("the device is lost")
         if (query.tokens == self.token).any():
-            raise IndexError("a row's own")
+            raise IndexError("an error of one row")
         return self.model(query, *store)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_of_a_row_fails_only_that_row(model: Any, stream: bool) -> None:
-    broken = Broken(model, model.tokenizer("kiwi", add_special_tokens=False)["input_ids"][0])
-    with running(broken, batch_size=4) as server, ThreadPoolExecutor(4) as pool:
+    failing = FailingModel(model, model.tokenizer("kiwi", add_special_tokens=False)["input_ids"][0])
+    with running(failing, batch_size=4) as server, ThreadPoolExecutor(4) as pool:
         texts = [SORT, "Sort: kiwi fig apple", "Reverse: pear fig", "Copy: fig pear"] * 2
         answers = list(pool.map(lambda text: server.post(chat(text, stream=stream)), texts))
         for text, (status, _, answer) in zip(texts, answers):
-            assert ("a row's own" in answer) == ("kiwi" in text)
+            assert ("an error of one row" in answer) == ("kiwi" in text)
             assert status == (500 if "kiwi" in text and not stream else 200)
         assert server.engine.alive and server.engine.batch.occupied == 0
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_in_flight_read_why_the_engine_stopped(model: Any, stream: bool) -> None:
-    broken = Broken(model, -1)
-    with running(broken, batch_size=4) as server, ThreadPoolExecutor(6) as pool:
-        answers = [pool.submit(server.post, chat(**LONG, stream=stream)) for _ in range(6)]  # two of them wait
+def test_open_requests_get_the_error_that_stopped_the_engine(model: Any, stream: bool) -> None:
+    failing = FailingModel(model, -1)
+    with running(failing, batch_size=4) as server, ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(server.post, chat(**LONG, stream=stream)) for _ in range(6)]  # four run, two wait
         wait(lambda: server.engine.batch.occupied == 4 and server.engine.batch.waiting == 2)
-        broken.lost = True
+        failing.is_lost = True
         for answer in answers:
             status, _, text = answer.result()
             assert "the device is lost" in text and (stream or status in (500, 503))
@@ -396,13 +401,13 @@ def test_single_failed_steps_do_not_stop_the_engine(model: Any, monkeypatch: pyt
     engine = Engine(model)
     step, calls = engine.batch.step, []
 
-    def fails() -> Any:
+    def fail_every_other_step() -> Any:
         calls.append(1)
         if len(calls) % 2:
             raise RuntimeError("once")
         return step()
 
-    monkeypatch.setattr(engine.batch, "step", fails)
+    monkeypatch.setattr(engine.batch, "step", fail_every_other_step)
     ended: list[Any] = []
     engine.submit(SORT, on_done=ended.append, sampler="low_confidence", max_new_tokens=8)
     wait(lambda: len(ended) == 1)
@@ -411,7 +416,7 @@ def test_single_failed_steps_do_not_stop_the_engine(model: Any, monkeypatch: pyt
 
 
 def test_requests_of_clients_that_do_not_read_are_cancelled(model: Any) -> None:
-    """Call the middleware like uvicorn, without a socket, whose buffers would need megabytes to fill."""
+    """The middleware is called directly, because with a socket megabytes of buffers would have to be filled first."""
     engine = Engine(model)
     ended: list[Any] = []
 

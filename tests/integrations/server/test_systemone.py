@@ -1,8 +1,9 @@
-"""Typed questions over HTTP: answers equal transformers' pipeline, and wrong bodies are refused like by its server."""
+"""Typed questions over HTTP: answers equal those of transformers' pipeline, and wrong bodies are refused."""
 
 import json
 import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,8 +37,8 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def server(model: Any) -> Iterator[Running]:
-    with running(model, request={"sampler": "jacobi"}) as found:
-        yield found
+    with running(model, request={"sampler": "jacobi"}) as instance:
+        yield instance
 
 
 def ask(server: Running, body: Any, status: int = 200) -> dict[str, Any]:
@@ -63,19 +64,19 @@ def test_answers_equal_those_of_the_pipeline(server: Running, model: Any) -> Non
     assert is_close(actual["answers"], pipeline(request))
     tokens = sum(inputs["input_ids"].shape[-1] for inputs, _ in pipeline.preprocess(request)["prompts"])
     assert actual["usage"] == {"input_tokens": tokens, "output_tokens": 0}
-    assert ask(server, {key: BODY[key] for key in ("state", "questions")}) == actual  # the model is known
+    assert ask(server, {key: BODY[key] for key in ("state", "questions")}) == actual  # the field `model` is optional
 
 
 def test_concurrent_questions_and_chats(server: Running) -> None:
-    alone = ask(server, BODY)
+    expected = ask(server, BODY)
 
-    def one(number: int) -> bool:
+    def is_answered(number: int) -> bool:
         if number % 3 == 0:
             return server.post(chat("only level", max_tokens=4))[0] == 200
-        return is_close(ask(server, BODY)["answers"], alone["answers"])
+        return is_close(ask(server, BODY)["answers"], expected["answers"])
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(one, range(24)))
+        assert all(pool.map(is_answered, range(24)))
 
 
 @pytest.mark.parametrize("name", case_names("decide"))
@@ -96,23 +97,26 @@ def test_recorded_answers(name: str) -> None:
 
 
 def test_a_mask_in_the_state_is_text_on_masked_models() -> None:
-    seen: list[Tensor] = []
+    """Each row that the model evaluates has one mask token: the position of the answer."""
+    calls: list[Tensor] = []
 
-    class Looks(ConstantLogits):
+    class RecordsCalls(ConstantLogits):
         def forward(self, ids: Tensor) -> Tensor:
-            seen.append(ids)
+            calls.append(ids)
             return super().forward(ids)
 
-    module = Looks({chat_ids("Yes")[0]: 1.0, chat_ids("No")[0]: 0.0, chat_ids("A")[0]: 0.0, chat_ids("B")[0]: 2.0})
+    module = RecordsCalls(
+        {chat_ids("Yes")[0]: 1.0, chat_ids("No")[0]: 0.0, chat_ids("A")[0]: 0.0, chat_ids("B")[0]: 2.0}
+    )
     with running(chat_model("bidirectional", module=module)) as server:
-        seen.clear()
+        calls.clear()
         body = {"state": "<|mask|> and <|mask|>", "questions": {key: QUESTIONS[key] for key in ("spam", "tone")}}
         actual = ask(server, body)["answers"]
     assert actual["spam"]["noul"] == pytest.approx(1 / (1 + math.exp(-1))) and actual["tone"]["choice"] == "pushy"
-    assert sum(len(ids) for ids in seen) == 2 and all((ids == CHAT_MASK).sum() == len(ids) for ids in seen)
+    assert sum(len(ids) for ids in calls) == 2 and all((ids == CHAT_MASK).sum() == len(ids) for ids in calls)
 
 
-def nested(depth: int) -> Any:
+def nested_lists(depth: int) -> Any:
     result: Any = "x"
     for _ in range(depth):
         result = [result]
@@ -124,31 +128,32 @@ def with_question(**question: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[Any, int, str]] = {
-    "another field": (BODY | {"stream": True}, 422, "stream"),
-    "ours": (BODY | {"paradec": {"temperature": 1}}, 422, "paradec"),
+    "unknown field": (BODY | {"stream": True}, 422, "stream"),
+    "field paradec": (BODY | {"paradec": {"temperature": 1}}, 422, "paradec"),
     "no state": ({"questions": QUESTIONS}, 422, "state"),
     "no questions": ({"state": "x"}, 422, "questions"),
-    "none": (BODY | {"questions": {}}, 422, "questions"),
-    "a list": (BODY | {"questions": [QUESTIONS["spam"]]}, 422, "questions"),
+    "empty questions": (BODY | {"questions": {}}, 422, "questions"),
+    "list of questions": (BODY | {"questions": [QUESTIONS["spam"]]}, 422, "questions"),
     "no type": (with_question(instructions="?"), 422, "type"),
-    "another type": (with_question(type="span", instructions="?"), 422, "noul"),
+    "unknown type": (with_question(type="span", instructions="?"), 422, "noul"),
     "27 options": (with_question(type="choice", criteria={f"{n}": None for n in range(27)}), 422, "26 options"),
     "no options": (with_question(type="choice", criteria={}), 422, "criteria"),
-    "a field in it": (with_question(type="noul", instructions="?", weight=1), 422, "weight"),
+    "unknown field of a question": (with_question(type="noul", instructions="?", weight=1), 422, "weight"),
     "asset": (BODY | {"assets": {"img-1": {"type": "image", "format": "png", "data_base64": ""}}}, 400, "images"),
     "another model": (BODY | {"model": "other"}, 404, "other"),
     "too long": (BODY | {"state": "x" * 9000}, 400, "longer than"),
-    "nested state": (BODY | {"state": nested(400)}, 200, ""),
+    "nested state": (BODY | {"state": nested_lists(400)}, 200, ""),
     "surrogate": (BODY | {"state": "\ud800"}, 400, "UTF-8"),
     "a long name": (BODY | {"x" * 100_000: 1}, 422, "xxx"),
     "a long type": (with_question(type="x" * 100_000), 422, "xxx"),
     "NaN": (json.dumps(BODY | {"state": [math.nan]}).encode(), 400, "state"),
     "large number": (json.dumps(BODY | {"state": ["N"]}).replace('"N"', "9" * 4000).encode(), 400, "longer than"),
     "1e999": (json.dumps(BODY | {"state": ["N"]}).replace('"N"', "1e999").encode(), 400, "state"),
-    "much nested": (b'{"state": ' + b"[" * 100_000 + b"]" * 100_000 + b', "questions": {}}', 400, ""),
+    "deeply nested": (b'{"state": ' + b"[" * 100_000 + b"]" * 100_000 + b', "questions": {}}', 400, ""),
     "no JSON": (b'{"state": ', 400, "JSON"),
-    "no mapping": (b"[1]", 422, "object"),
+    "no object": (b"[1]", 422, "object"),
 }
+"""Name -> (body, status, part of the error message)."""
 
 
 @pytest.mark.thinned
@@ -159,10 +164,10 @@ def test_wrong_bodies_are_refused(server: Running, name: str) -> None:
     if status != 200:
         kind = "not_found_error" if status == 404 else "invalid_request_error"
         assert message in answer["error"]["message"] and answer["error"]["type"] == kind
-        assert ask(server, BODY)["usage"]["output_tokens"] == 0  # it goes on
+        assert ask(server, BODY)["usage"]["output_tokens"] == 0  # the server still answers
 
 
-def test_queued_tokens_are_counted_and_released(model: Any) -> None:
+def test_tokens_of_questions_count_towards_max_work_until_the_answer(model: Any) -> None:
     with running(model, max_work=200, request={"sampler": "jacobi"}) as server:
         assert "server's limit of 200" in ask(server, BODY | {"state": "x" * 150}, 400)["error"]["message"]
         small = {"state": "x", "questions": {"spam": {"type": "noul", "instructions": "?"}}}
@@ -171,30 +176,29 @@ def test_queued_tokens_are_counted_and_released(model: Any) -> None:
         assert server.post(chat("x", max_tokens=4))[0] == 200
 
 
-def test_a_client_that_goes_away_ends_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, go = [], threading.Event()
+def test_after_a_disconnect_the_other_questions_are_not_evaluated() -> None:
+    calls, proceed = [], threading.Event()
 
-    class Waits(ConstantLogits):
+    class WaitsOnce(ConstantLogits):
         def forward(self, ids: Tensor) -> Tensor:
             calls.append(len(ids))
-            if len(calls) == first + 1:
-                go.wait(30)
+            if len(calls) == start_calls + 1:
+                proceed.wait(30)
             return super().forward(ids)
 
-    with running(chat_model("causal", module=Waits({chat_ids("Yes")[0]: 1.0}))) as server:
-        first = len(calls)
+    with running(chat_model("causal", module=WaitsOnce({chat_ids("Yes")[0]: 1.0}))) as server:
+        start_calls = len(calls)
         body = {"state": "x", "questions": {f"{n}": {"type": "noul", "instructions": f"{n}?"} for n in range(64)}}
         wire = server.send(json.dumps(body).encode(), PATH)
-        wait(lambda: len(calls) > first)
+        wait(lambda: len(calls) > start_calls)
         wire.close()
-        wait(lambda: True)
-        threading.Event().wait(0.3)  # the server notices the disconnect
-        go.set()
+        time.sleep(0.3)  # the server notices the disconnect
+        proceed.set()
         assert ask(server, {"state": "x", "questions": {"q": {"type": "noul", "instructions": "?"}}})
-    assert len(calls) == first + 2
+    assert len(calls) == start_calls + 2  # the call that waited, and the new question
 
 
-def test_settings_of_a_folder(tmp_path: Path) -> None:
+def test_settings_are_read_from_the_model_folder(tmp_path: Path) -> None:
     chat_network(0, torch.float32).save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     settings = {"labels": {"choice": ["level", "only", "Yes"]}, "temperature": {"choice": 2.0, "noul": 0.5}}
