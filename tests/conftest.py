@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from paradec.models.adapter import Model
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start: other workers use the other cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for child processes: pytest's other workers use the other cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,39 +24,39 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # this process only distributes tests; without torch it starts sooner
     import torch
 
-    if not torch.cuda.is_available():  # then kernels are interpreted; triton reads the variable on import
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(1)  # faster for tiny models; and results do not depend on the number of cores
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads the variable when it is imported
+    torch.set_num_threads(1)  # faster for tiny models, and results do not depend on the number of cores
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark ten of eleven cases of every `thinned` test as `further`. Which ones depends on the name of the test."""
+    """Mark ten of eleven cases of every `thinned` test as `further`. The test's name determines which cases."""
     cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("thinned") and not item.get_closest_marker("full"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, group in cases.items():
-        interval = min(11, len(group))  # a prime, so that no value of a product of parameters is always omitted
+        interval = min(11, len(group))  # prime: in a product of parameters, each value is kept in some case
         for index, item in enumerate(group, zlib.crc32(name.encode())):
             if index % interval:
                 item.add_marker("further")
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # a later `gc.collect()` skips the imported modules, which saves half a second
+    gc.freeze()  # every later `gc.collect()` skips the imported modules, which saves half a second
 
 
 FILTERED = {
     ("llada-tiny", 64), ("dream-tiny", 72), ("LLaDAModelLM", 64), ("LlamaForCausalLM", 41), ("Qwen2ForCausalLM", 41),
     ("sdar", 32), ("Denoisers", 14),
 }  # fmt: skip
-"""Models of the suite without a trained Learn2PD filter: (name, vocabulary size)."""
+"""(name, vocabulary size) of tested models that have no trained Learn2PD filter."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Register filters that decide at random, so that every sampler works with its defaults on these models."""
+    """Register untrained filters for the models in `FILTERED`, so that every sampler runs with its defaults."""
     import torch
 
     from paradec import caches

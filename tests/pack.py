@@ -1,9 +1,9 @@
-"""Packs a folder of recorded cases, as tests/golden has them.
+"""Pack a folder of recorded cases into a ZIP file for tests/golden.
 
     python tests/pack.py FOLDER tests/golden/FAMILY.zip
 
-To change a packed family: `python -m zipfile -e tests/golden/FAMILY.zip FOLDER`, then pack the folder again. Equal
-files give equal archives.
+To change a family, unpack it with `python -m zipfile -e tests/golden/FAMILY.zip FOLDER`, edit the files, and pack the
+folder again. Equal files give equal archives.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Running the command in this process, with or without a terminal."""
+"""Run the command `paradec` in this process or as a child process."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def ok(*arguments: object, stdin: str | bytes | None = None) -> str:
 
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """Start the command as a process that SIGINT interrupts, even if this process ignores SIGINT."""
+    """Start the command as a child process, which SIGINT interrupts even if this process ignores SIGINT."""
     root = Path(paradec.__file__).parent.parent
     options.setdefault("args", [sys.executable, "-m", "paradec", *map(str, arguments)])
     environment = os.environ | {"PYTHONPATH": str(root)} | options.pop("env", {})
@@ -40,7 +40,7 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
 
 @contextmanager
 def interrupts() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt in this process: background jobs and workers of pytest may ignore it."""
+    """Let SIGINT raise KeyboardInterrupt in this process, even if it is a background job, which ignores SIGINT."""
     previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -11,7 +11,7 @@ from types import ModuleType
 
 TESTS = Path(__file__).resolve().parents[1]
 SUPPORT = TESTS / "support"
-"""Modules that several tests share."""
+"""The folder of modules that several tests share."""
 ROOT = TESTS.parent
 
 
@@ -35,7 +35,7 @@ def make_temporary_folder() -> Path:
 def unpack_golden() -> Path:
     """Unpack the families of tests/golden, ZIP files and plain folders, into one folder.
 
-    They are unpacked once. Child processes, such as pytest's workers, read the same folder.
+    This process unpacks once. Child processes, such as pytest's workers, use the same folder.
 
     Raises:
         FileExistsError: a family is both a ZIP file and a folder.
@@ -57,7 +57,7 @@ _SHARED = "PARADEC_GOLDEN"
 """The environment variable that names the unpacked folder."""
 _TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
 GOLDEN = unpack_golden()
-"""Small trained checkpoints in the published formats, and traces of the reference implementations."""
+"""The unpacked folder: small trained checkpoints in published formats, and runs of the reference implementations."""
 
 
 def load_script(file: str) -> ModuleType:

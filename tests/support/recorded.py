@@ -39,14 +39,14 @@ SELECTION: Selection | None = None
 
 
 def golden(family: str) -> Path:
-    """The folder with the recorded cases of a family; a path that does not exist if the family is not selected."""
+    """Return the folder with the recorded cases of a family; it does not exist if the family is not selected."""
     if SELECTION is None:
         return GOLDEN / family
     return SELECTION.folder if family in SELECTION.families else GOLDEN / "not selected"
 
 
 def is_packaged(family: str) -> bool:
-    """Whether the packaged cases of a family are replayed. Only these are required to cover every behaviour."""
+    """Return whether the packaged cases of a family are replayed. Only packaged cases must cover every behaviour."""
     return golden(family) == GOLDEN / family
 
 
@@ -116,17 +116,18 @@ def plain(value: Any, read: bool = False) -> Any:
     return [plain(entry, read) for entry in value] if isinstance(value, list) else value
 
 
-def _record(value: Any, places: dict[tuple[str, ...], set[str]], place: tuple[str, ...]) -> Any:
+def _record(value: Any, read: dict[tuple[str, ...], set[str]], path: tuple[str, ...]) -> Any:
+    """Replace the objects in a JSON value by `Fields`. path: names and indices that lead to the value in its file."""
     if isinstance(value, dict):
-        fields = {name: _record(field, places, (*place, name)) for name, field in value.items()}
-        return Fields(fields, places.setdefault(place, set()))
+        fields = {name: _record(field, read, (*path, name)) for name, field in value.items()}
+        return Fields(fields, read.setdefault(path, set()))
     if isinstance(value, list) and any(isinstance(entry, (dict, list)) for entry in value):
-        return [_record(entry, places, (*place, str(index))) for index, entry in enumerate(value)]
+        return [_record(entry, read, (*path, str(index))) for index, entry in enumerate(value)]
     return value
 
 
 def read_json(path: Path) -> Any:
-    """The contents of a JSON or JSON Lines file; fields that are read are recorded."""
+    """Return the contents of a JSON or JSON Lines file; later reads of its fields are recorded."""
     return _record(_parse(path), READ.setdefault(path, {}), ())
 
 
@@ -138,7 +139,7 @@ def _parse(path: Path) -> Any:
 
 @functools.cache
 def read_arrays(path: Path) -> Any:
-    """The arrays of a safetensors file (tensors) or an npz file (numpy arrays), by name."""
+    """Return the arrays of a safetensors file (as tensors) or an npz file (as NumPy arrays), by name."""
     return Fields(_load(path), READ.setdefault(path, {}).setdefault((), set()))
 
 
@@ -147,41 +148,41 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def read_json_unrecorded(path: Path) -> Any:
-    """The contents of a JSON file, without recording reads: to choose cases to replay."""
+    """Return the contents of a JSON file without recording reads; for code that only chooses the cases to replay."""
     return _parse(path)
 
 
 def unread_fields(folder: Path) -> Counter[tuple[str, str]]:
-    """Count the fields of opened files that no replay read, by (folder, field)."""
-    unread_counts: Counter[tuple[str, str]] = Counter()
-    for path, places in READ.items():
-        if not path.is_relative_to(folder):
+    """Count the unread fields of opened files, by (subfolder of `folder`, field such as "steps.commits")."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for file, read in READ.items():
+        if not file.is_relative_to(folder):
             continue
-        group = str(path.parent.relative_to(folder))
-        if path.suffix in (".npz", ".safetensors"):
-            unread = [name for name in _load(path) if name not in places[()]]
-            numbered = ("".join("#" if c.isdigit() else c for c in name.split("/")[-1]) for name in unread)
-            unread_counts.update((group, name) for name in numbered)
+        subfolder = str(file.parent.relative_to(folder))
+        if file.suffix in (".npz", ".safetensors"):
+            unread = [name for name in _load(file) if name not in read[()]]
+            fields = ("".join("#" if c.isdigit() else c for c in name.split("/")[-1]) for name in unread)
+            counts.update((subfolder, field) for field in fields)
         else:
-            _count_unread(_parse(path), places, (), "", unread_counts, group)
-    return unread_counts
+            _count_unread(_parse(file), read, (), "", counts, subfolder)
+    return counts
 
 
 def _count_unread(
-    value: Any, places: Any, place: tuple[str, ...], field: str, counts: Counter[tuple[str, str]], group: str
+    value: Any, read: Any, path: tuple[str, ...], field: str, counts: Counter[tuple[str, str]], subfolder: str
 ) -> None:
     if isinstance(value, list):
         for index, entry in enumerate(value):
             if isinstance(entry, (dict, list)):
-                _count_unread(entry, places, (*place, str(index)), field, counts, group)
+                _count_unread(entry, read, (*path, str(index)), field, counts, subfolder)
     elif isinstance(value, dict):
         is_table = len(value) > 1 and all(isinstance(entry, dict) for entry in value.values())
         for name, entry in value.items():
             inner = field if is_table else f"{field}.{name}".removeprefix(".")
-            if name in places.get(place, ()):
-                _count_unread(entry, places, (*place, name), inner, counts, group)
+            if name in read.get(path, ()):
+                _count_unread(entry, read, (*path, name), inner, counts, subfolder)
             else:
-                counts[group, inner] += 1
+                counts[subfolder, inner] += 1
 
 
 RANKS = ("replayed", "refused", "near tie", "wrong")
@@ -219,7 +220,7 @@ def refuse(name: str, reason: str) -> None:
 
 @contextlib.contextmanager
 def replay(name: str) -> Iterator[None]:
-    """Record the outcome of one case. With a selected folder, a wrong case raises no error."""
+    """Record the outcome of one case. If `SELECTION` is set, a wrong case raises no error."""
     try:
         yield
     except NearTie as tie:
@@ -238,8 +239,10 @@ def replay(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def near_tie_or_refused(gap: Callable[[], float], case: Any = None) -> Iterator[None]:
-    """Report a failed assertion as a near tie if `gap()`, the distance of the deciding scores, is below `NEAR_TIE`;
-    otherwise as refused if the case's `fp64_same` is false."""
+    """Turn a failed assertion into `NearTie` or `Refused`.
+
+    It is a near tie if `gap()`, the distance of the deciding scores, is below `NEAR_TIE`. Otherwise it is refused if
+    the case's field `fp64_same` is false: then the reference itself decides differently in float64."""
     try:
         yield
     except AssertionError as error:
@@ -247,19 +250,19 @@ def near_tie_or_refused(gap: Callable[[], float], case: Any = None) -> Iterator[
         if distance < NEAR_TIE:
             raise NearTie(f"scores {distance:.1e} apart: {error}") from error
         if case is not None and case.get("fp64_same") is False:
-            raise Refused("the reference itself decides otherwise in float64") from error
+            raise Refused("the reference decides differently in float64") from error
         raise
 
 
 @contextlib.contextmanager
 def replay_with_margin(name: str, case: Any) -> Iterator[None]:
-    """`replay`; a failed assertion is a near tie if the case's `margin` is below `NEAR_TIE`."""
+    """Like `replay`, but a failed assertion is a near tie if the case's field `margin` is below `NEAR_TIE`."""
     with replay(name), near_tie_or_refused(lambda: case.get("margin", 1.0), case):
         yield
 
 
 def distance_to_bounds(weights: Any, uniform: Any) -> float:
-    """Least distance of uniform numbers [...] to the bounds of the cumulative weights [..., V]."""
+    """Return the least distance of uniform numbers [...] to cumulative sums of weights [..., V], scaled to end at 1."""
     total = np.cumsum(np.asarray(weights, np.float64), -1)
     return float(np.abs(total / total[..., -1:] - np.asarray(uniform, np.float64)[..., None]).min(initial=np.inf))
 
@@ -268,8 +271,9 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def replays(argument: str, group: str = "") -> Callable[[Test], Test]:
-    """Decorate a test: each call replays one case. argument: the test's argument that is or names the case.
-    group: prefix of the case's name."""
+    """Decorate a test that replays one case per call, to record the outcome.
+
+    argument: the test's argument that is or names the case. group: prefix of the case's name."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
@@ -283,7 +287,7 @@ def replays(argument: str, group: str = "") -> Callable[[Test], Test]:
 
 
 def name_of(case: Any) -> str:
-    """The name of a case: its "name" or "id", or its file's name."""
+    """Return the name of a case, which is a file, an object with a "name" or "id", or the name itself."""
     if isinstance(case, Path):
         return f"{case.parent.name}/{case.stem}"
     if isinstance(case, dict):
@@ -292,18 +296,18 @@ def name_of(case: Any) -> str:
 
 
 def image_cases(system: str, field: str) -> list[str]:
-    """Names of a system's cases that have this field or array."""
+    """Return the names of a system's cases that have this field or array. system: a folder of "next-image"."""
     cases = {path.stem: read_json_unrecorded(path) for path in (golden("next-image") / system).glob("*.json")}
     return sorted(name for name, case in cases.items() if "id" in case and field in {*case, *case.get("tensors", ())})
 
 
 def image_file(system: str, name: str) -> Path:
-    """Find a file such as "model-a.safetensors" of a system, or of the family's folder if `system` is empty."""
+    """Find a file such as "model-a.safetensors" of a system; if `system` is empty, in the family's folder."""
     return find_weights(str(Path(system, name)), "next-image")
 
 
 def image_case(system: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A case, or a model's configuration ("vae.config"), and its arrays."""
+    """Return a case, or a model's configuration (with a name such as "vae.config"), and its arrays."""
     path = image_file(system, f"{name}.json")
     arrays = path.with_name(f"{path.stem.removesuffix('.config')}.safetensors")
     if name.endswith(".config"):
@@ -314,7 +318,7 @@ def image_case(system: str, name: str) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def checksum(tensor: Tensor) -> list[float]:
-    """[n, mean, root of the mean square, sum x_i cos(i) / sqrt(n)], in float64."""
+    """Return [n, mean, root mean square, sum of x_i cos(i) / sqrt(n)] of the flattened tensor x, in float64."""
     x = tensor.detach().double().flatten()
     wave = torch.arange(len(x), dtype=torch.float64).cos()
     return [float(len(x)), float(x.mean()), float(x.square().mean().sqrt()), float((x * wave).sum() / len(x) ** 0.5)]

@@ -27,7 +27,7 @@ NAME = "tiny"
 SORT = "Sort: pear fig apple"
 LONG: dict[str, Any] = {"max_tokens": 400, "temperature": 1.0}
 LONG |= {"paradec": {"sampler": "low_confidence", "eos_early_stop": False}}
-"""Fields of a request that takes hundreds of steps."""
+"""Fields of a request that takes 400 steps."""
 
 
 class Running:
@@ -40,9 +40,9 @@ class Running:
     def post(self, body: Any, path: str = "/v1/chat/completions", **headers: str) -> tuple[int, dict[str, str], str]:
         """Send a request; return status, headers and text of the response. body: a JSON value, or raw bytes."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        with self.send(data, path, **headers) as wire:
+        with self.send(data, path, **headers) as connection:
             response = b""
-            while piece := wire.recv(65536):
+            while piece := connection.recv(65536):
                 response += piece
         head, _, text = response.decode().partition("\r\n\r\n")
         status_line, *lines = head.split("\r\n")
@@ -50,30 +50,31 @@ class Running:
         return int(status_line.split()[1]), fields, text
 
     def send(self, data: bytes, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
-        """Send a request and return its connection; the response is unread."""
-        wire = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        """Send a request and return the connection, without reading the response."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         fields = {"Host": "x", "Connection": "close", "Content-Type": "application/json"}
         fields |= {"Content-Length": str(len(data))}
         fields |= {name.replace("_", "-"): value for name, value in headers.items()}
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        wire.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
-        return wire
+        connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+        return connection
 
 
-def chat(text: str = SORT, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": text}], **more}
+def chat(text: str = SORT, **fields: Any) -> dict[str, Any]:
+    """Return the body of a request to /v1/chat/completions."""
+    return {"messages": [{"role": "user", "content": text}], **fields}
 
 
-def wait(holds: Callable[[], bool], seconds: float = 60) -> None:
+def wait(is_true: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
-    while not holds():
+    while not is_true():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
 @contextmanager
 def running(model: Any, *, batch_size: int = 4, request: dict | None = None, **options: Any) -> Iterator[Running]:
-    """Start a server, and stop it and its threads at the end."""
+    """Serve a model until the block ends. request: default fields of requests. options: arguments of `build_app`."""
     engine = Engine(model, batch_size=batch_size, **(request or {}))
     app = build_app(engine, **{"name": NAME, **options})
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -113,7 +114,7 @@ class Scripted(nn.Module):
         for row, tokens in enumerate(ids.tolist()):
             size = len(self.begin)
             ends = [i + size for i in range(len(tokens) - size + 1) if tokens[i : i + size] == self.begin]
-            answer_start = (ends or [1])[-1]
+            answer_start = (ends or [1])[-1]  # 1 in prompts without `BEGIN`
             for position in range(answer_start - 1, len(tokens)):
                 logits[row, position, self.answer[min(position + 1 - answer_start, len(self.answer) - 1)]] = 30.0
         return logits
@@ -127,7 +128,7 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 def scripted(
     text: str, markers: Sequence[str] = (), template: str = SCRIPT_TEMPLATE
 ) -> Iterator[tuple[Running, OpenAI, list[int]]]:
-    """A server whose model answers `text`, a client of it, and the ids of `text`. markers: added special tokens."""
+    """Yield a server whose model answers `text`, its client, and the ids of `text`. markers: added special tokens."""
     tokenizer = byte_level_tokenizer("<|im_end|>")
     tokenizer.add_special_tokens({"extra_special_tokens": [*tokenizer.extra_special_tokens, *markers]})
     tokenizer.chat_template = template

@@ -1,4 +1,4 @@
-"""The device-side step: equality with the plain loop, whether it can be captured, and unsupported requests."""
+"""The device-side step: equality with the plain loop, capture as a CUDA graph, and unsupported requests."""
 
 from functools import partial
 from typing import Any
@@ -18,13 +18,13 @@ from paradec.core.protocol import decode
 from paradec.models.adapter import Model
 from paradec.samplers.masked.device import engine as device_engine
 from paradec.samplers.masked.device import graphs as device_graphs
-from paradec.samplers.masked.device import step as engine
+from paradec.samplers.masked.device import step as device_step
 from paradec.samplers.masked.state import MaskedState
 
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
-HOLES = [[1, MASK, 3, MASK, MASK, 6, 7, 8, 9, MASK, 11], [5, 6, MASK, 8]]
-DRAWN = {"prompt": [[1 + row % 40] for row in range(100)], "max_new_tokens": 100, "block_length": 20, "steps": 50}
-"""10,000 draws."""
+PROMPTS_WITH_MASKS = [[1, MASK, 3, MASK, MASK, 6, 7, 8, 9, MASK, 11], [5, 6, MASK, 8]]
+MANY_DRAWS = {"prompt": [[1 + row % 40] for row in range(100)], "max_new_tokens": 100, "block_length": 20, "steps": 50}
+"""A request that draws 10,000 tokens."""
 SAMPLERS = [name for name in samplers.names() if getattr(samplers.get(name), "device_step", False)]
 MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", "shifted")}
 
@@ -43,14 +43,15 @@ def start(sampler: str, model: Model, prompt: list[list[int]] = ROWS, **request)
 
 
 def assert_same(model: Model, sampler: str, *, poll_every: int = 1, capture: bool = False, **request) -> MaskedState:
+    """Assert that the device-side step and the plain loop give the same final state, and return that state."""
     method, plain = start(sampler, model, **request)
     decode(method, model, plain)
     method, ours = start(sampler, model, **request)
     if capture:
         with torch.inference_mode():
-            engine._decode(method, model, ours, True, poll_every)
+            device_step._decode(method, model, ours, True, poll_every)
     else:
-        engine.decode(method, model, ours, capture=False, poll_every=poll_every)
+        device_step.decode(method, model, ours, capture=False, poll_every=poll_every)
     assert torch.equal(ours.canvas, plain.canvas)
     np.testing.assert_array_equal(ours.counts, plain.counts)
     for name in ("end", "stopped", "running", "decided", "row_step"):
@@ -81,35 +82,36 @@ def test_same_tokens_and_counts_as_the_plain_loop(sampler: str, prediction: str,
         ("threshold", {"settings": {"threshold": 0.3, "quota_per_step": "least"}, "steps": 6, "cache": "prefix"}),
         ("factor", {"logits_eos_inf": True, "suppress_tokens": (3, 4), "temperature": 0.7, "cache": "prefix"}),
         ("random", {"steps": 9, "block_length": 5}),  # three blocks, the last one shorter
-        pytest.param("low_confidence", DRAWN | {"temperature": 0.7}, marks=pytest.mark.full),
-        pytest.param("random", DRAWN | {"temperature": 1.0, "top_p": 0.9}, marks=pytest.mark.full),
+        pytest.param("low_confidence", MANY_DRAWS | {"temperature": 0.7}, marks=pytest.mark.full),
+        pytest.param("random", MANY_DRAWS | {"temperature": 1.0, "top_p": 0.9}, marks=pytest.mark.full),
     ],
 )
-def test_same_with_other_requests(sampler: str, request_: dict) -> None:
+def test_same_state_with_other_settings(sampler: str, request_: dict) -> None:
     assert_same(MODELS["same"], sampler, **request_)
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 @pytest.mark.parametrize("block_length", [None, 3])
-def test_same_where_masks_stand_inside_the_prompt(block_length: int | None, cache: str) -> None:
-    request = {"prompt": HOLES, "max_new_tokens": None, "block_length": block_length, "cache": cache}
+def test_same_state_with_masks_in_the_prompt(block_length: int | None, cache: str) -> None:
+    request = {"prompt": PROMPTS_WITH_MASKS, "max_new_tokens": None, "block_length": block_length, "cache": cache}
     assert_same(MODELS["shifted"], "threshold", **request)
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("eos_early_stop", [False, True])
 @pytest.mark.parametrize("cache", ["none", "dual"])
-def test_same_where_end_tokens_are_kept_out_of_holes(cache: str, early: bool) -> None:
+def test_same_state_if_masks_in_the_prompt_cannot_become_end_tokens(cache: str, eos_early_stop: bool) -> None:
     ends = tuple(range(1, 41, 2))
-    request = {"prompt": HOLES, "max_new_tokens": 8, "cache": cache, "temperature": 1.0, "eos_early_stop": early}
+    request = {"prompt": PROMPTS_WITH_MASKS, "max_new_tokens": 8, "cache": cache, "temperature": 1.0}
+    request["eos_early_stop"] = eos_early_stop
     state = assert_same(tiny(2, seed=3, ends=ends), "threshold", holes_eos_inf=True, **request)
-    inside = (np.arange(state.canvas.shape[1]) < state.answer_start[:, None]) & ~state.is_prompt.numpy()
-    assert inside.any() and not np.isin(state.canvas.numpy()[inside], ends).any()
-    free = assert_same(tiny(2, seed=3, ends=ends), "threshold", **request)
-    assert np.isin(free.canvas.numpy()[inside], ends).any()
+    in_prompt = (np.arange(state.canvas.shape[1]) < state.answer_start[:, None]) & ~state.is_prompt.numpy()
+    assert in_prompt.any() and not np.isin(state.canvas.numpy()[in_prompt], ends).any()
+    unrestricted = assert_same(tiny(2, seed=3, ends=ends), "threshold", **request)
+    assert np.isin(unrestricted.canvas.numpy()[in_prompt], ends).any()
 
 
 @pytest.mark.parametrize(("cache", "poll_every"), [("none", 5), ("prefix", 3)])
-def test_surplus_steps_change_and_count_nothing(cache: str, poll_every: int) -> None:
+def test_steps_after_the_end_change_neither_tokens_nor_counts(cache: str, poll_every: int) -> None:
     assert_same(MODELS["same"], "threshold", cache=cache, poll_every=poll_every, settings={"threshold": 0.3})
 
 
@@ -127,7 +129,7 @@ def test_rows_end_at_their_end_token(cache: str) -> None:
 @pytest.mark.parametrize(
     ("sampler", "steps"), [("threshold", None), ("factor", None), ("low_confidence", 4), ("maskgit_plus", 12)]
 )
-def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None:
+def test_both_loops_equal_the_oracle(sampler: str, steps: int | None, cache: str) -> None:
     prediction = "shifted" if (sampler == "factor") == (cache == "prefix") else "same"
     model = tiny(2, prediction=prediction, seed=3, ends=(END, 7, 21, 30))
     rows = [[i, *range(i + 1, i + 1 + i % 3)] for i in range(8, 22)]
@@ -135,7 +137,7 @@ def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None
     expected = [
         decoded_by_hand(model, row, sampler, cache, 6, 4, None if steps is None else steps // 2) for row in rows
     ]
-    for loop in (decode, partial(engine.decode, capture=False)):
+    for loop in (decode, partial(device_step.decode, capture=False)):
         method, state = start(
             sampler, model, prompt=rows, settings=settings, cache=cache, max_new_tokens=6, block_length=4, steps=steps
         )
@@ -144,16 +146,16 @@ def test_both_loops_by_hand(sampler: str, steps: int | None, cache: str) -> None
             assert state.canvas[index, : state.end[index]].tolist() == reference["row"]
             for name in ("end", "stopped", "row_step", "decided"):
                 assert getattr(state, name)[index] == reference[name], (name, index)
-            steps_taken, forwards, evaluated, whole = state.counts[:, index]
+            steps_taken, forwards, evaluated, full_forwards = state.counts[:, index]
             assert steps_taken == forwards == reference["row_step"]
-            assert evaluated == reference["evaluated"] and whole == reference["whole"]
+            assert evaluated == reference["evaluated"] and full_forwards == reference["full_forwards"]
     ends = [(reference["stopped"], reference["end"] - len(row)) for reference, row in zip(expected, rows, strict=True)]
     assert {stopped for stopped, _ in ends} == {False, True}
 
 
 OTHER_ROWS = [[9, 8], [3] * 12, [20, 21, 22, 23, 24, 25, 26]]
-LEVEL = [[list(range(first, first + 8)) for first in firsts] for firsts in ((1, 2), (11, 7))]
-"""Two batches that fill 32 columns, with 24 new tokens."""
+FULL_ROWS = [[list(range(first, first + 8)) for first in firsts] for firsts in ((1, 2), (11, 7))]
+"""Two batches of prompts of 8 tokens: with 24 new tokens each row fills 32 columns without padding."""
 
 
 @pytest.mark.thinned
@@ -162,24 +164,24 @@ def test_requests_reuse_the_tensors_of_the_last_one(cache: str) -> None:
     model = tiny(2, prediction="shifted")
     request = {"cache": cache, "temperature": 0.6}
     assert_same(model, "threshold", **request)
-    ((key, first),) = model.engines.items()
+    ((key, first_engine),) = model.engines.items()
     assert_same(model, "threshold", prompt=OTHER_ROWS, seed=7, **request)
-    assert list(model.engines.items()) == [(key, first)] and first.model is None
+    assert list(model.engines.items()) == [(key, first_engine)] and first_engine.model is None
     assert_same(model, "threshold", prompt=OTHER_ROWS, cache=cache, temperature=0.3)
     assert len(model.engines) == 2 and key[0].request.temperature == 0.6
     method, state = start("threshold", model, **request)
     in_use = model.engines.pop(key)  # as if another request were using it
-    engine.decode(method, model, state, capture=False)
+    device_step.decode(method, model, state, capture=False)
     assert model.engines[key] is not in_use
-    assert engine.clear_graphs(model) == 2 and not model.engines
+    assert device_step.clear_graphs(model) == 2 and not model.engines
     assert_same(model, "threshold", **request)
 
 
-def test_engines_of_other_weights_are_dropped_and_few_are_kept() -> None:
+def test_engines_of_old_weights_are_deleted_and_the_number_of_engines_is_limited() -> None:
     model = tiny(1)
-    for length in range(3, 4 + engine.MAX_ENGINES):
+    for length in range(3, 4 + device_step.MAX_ENGINES):
         assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=8, block_length=length)
-    assert len(model.engines) == engine.MAX_ENGINES
+    assert len(model.engines) == device_step.MAX_ENGINES
     model.module.float().double()  # weights with new addresses
     assert_same(model, "threshold", prompt=ROWS[:1], max_new_tokens=8, block_length=3)
     assert len(model.engines) == 1
@@ -197,19 +199,19 @@ def test_a_module_in_training_mode_is_refused() -> None:
     assert list(model.engines) == keys
 
 
-def test_an_engine_that_saw_bad_logits_is_not_kept() -> None:
+def test_an_engine_is_deleted_after_nan_logits() -> None:
     model = tiny(1)
     with torch.no_grad():
         model.module.model.embed_tokens.weight[14] = torch.nan
     method, state = start("threshold", model, cache="dual")
     with pytest.raises(FloatingPointError):
-        engine.decode(method, model, state, capture=False)
+        device_step.decode(method, model, state, capture=False)
     assert not model.engines
     assert_same(model, "threshold", prompt=[[1], [2, 3], [4]], cache="dual")
 
 
 class Tape(TorchDispatchMode):
-    """Record operations like a CUDA graph, with fixed numbers, shapes and tensors, to play them again."""
+    """Record operations with their arguments, to play them again. Like a CUDA graph, it fixes numbers and shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,13 +225,13 @@ class Tape(TorchDispatchMode):
     def play(self) -> None:
         replaced: dict[int, Tensor] = {}
 
-        def this_time(tensor: Tensor) -> Tensor:
+        def replace_tensor(tensor: Tensor) -> Tensor:
             return replaced.get(id(tensor), tensor)
 
-        for function, args, kwargs, before in self.calls:
-            args, kwargs = tree_map_only(Tensor, this_time, (args, kwargs))
-            now = function(*args, **kwargs)
-            pairs = zip(tree_leaves(before), tree_leaves(now), strict=True)
+        for function, args, kwargs, recorded_result in self.calls:
+            args, kwargs = tree_map_only(Tensor, replace_tensor, (args, kwargs))
+            result = function(*args, **kwargs)
+            pairs = zip(tree_leaves(recorded_result), tree_leaves(result), strict=True)
             replaced |= {id(old): new for old, new in pairs if isinstance(old, Tensor)}
 
 
@@ -240,16 +242,16 @@ class Tape(TorchDispatchMode):
         ("threshold", {"cache": "dual", "temperature": 0.5}, (ROWS, OTHER_ROWS, ROWS)),
         ("low_confidence", {"cache": "prefix", "steps": 6}, (ROWS, OTHER_ROWS)),
         ("entropy", {"cache": "none", "settings": {"alg_temp": 0.4}, "temperature": 0.5}, (ROWS, OTHER_ROWS)),
-        ("random", {"cache": "dual", "max_new_tokens": 24, "block_length": 8, "steps": 9}, LEVEL),
-        ("factor", {"cache": "none", "max_new_tokens": 24, "block_length": 8}, LEVEL),
+        ("random", {"cache": "dual", "max_new_tokens": 24, "block_length": 8, "steps": 9}, FULL_ROWS),
+        ("factor", {"cache": "none", "max_new_tokens": 24, "block_length": 8}, FULL_ROWS),
     ],
 )
-def test_replayed_operations_equal_steps(
+def test_replayed_operations_equal_the_plain_loop(
     sampler: str, request_: dict, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tapes = tiny(2, prediction="shifted"), []
 
-    def captured(device: engine.DeviceEngine, step: Any) -> Any:
+    def record_step(device: device_step.DeviceEngine, step: Any) -> Any:
         assert not device.live
         step()  # the first call allocates tensors
         with Tape() as tape:
@@ -257,7 +259,7 @@ def test_replayed_operations_equal_steps(
         tapes.append(tape)
         return tape.play
 
-    monkeypatch.setattr(device_engine, "capture_graph", captured)
+    monkeypatch.setattr(device_engine, "capture_graph", record_step)
     # on the CPU some operations use NumPy, which a tape cannot record
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda tensor: False))
     known_phases = set()
@@ -268,16 +270,16 @@ def test_replayed_operations_equal_steps(
         if number:  # phases of the first request are not captured again
             assert known_phases & set(device.graphs) and len(tapes) < 2 * len(known_phases) + number
         known_phases |= set(device.graphs)
-    assert device.layout.rows_fill_canvas == (prompts is LEVEL)
+    assert device.layout.rows_fill_canvas == (prompts is FULL_ROWS)
 
 
-def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:
+def test_nan_logits_raise_an_error_that_names_the_row_and_leave_its_masks() -> None:
     model = tiny(1)
     with torch.no_grad():  # only row 2 contains token 14
         model.module.model.embed_tokens.weight[14] = torch.nan
     for run in (
         lambda method, state: decode(method, model, state),
-        lambda method, state: engine.decode(method, model, state, capture=False),
+        lambda method, state: device_step.decode(method, model, state, capture=False),
     ):
         method, state = start("threshold", model)
         with pytest.raises(FloatingPointError, match="row 2 at its step 0"):
@@ -297,12 +299,12 @@ def test_bad_logits_name_the_row_and_write_nothing_to_it() -> None:
         ("threshold", {"stop": paradec.Prophet(answer=range(2))}, "stop rules other than the end token"),
     ],
 )
-def test_unsupported_requests_are_refused_by_name(sampler: str, request_: dict, reason: str) -> None:
+def test_unsupported_requests_are_refused_with_the_reason(sampler: str, request_: dict, reason: str) -> None:
     model = MODELS["same"]
     method, state = start(sampler, model, **request_)
-    assert reason in engine.why_unsupported(method, model, state)
+    assert reason in device_step.why_unsupported(method, model, state)
     with pytest.raises(ValueError, match="device-side step cannot serve this request"):
-        engine.decode(method, model, state, capture=False)
+        device_step.decode(method, model, state, capture=False)
 
 
 def test_custom_subclasses_are_not_supported() -> None:
@@ -310,7 +312,9 @@ def test_custom_subclasses_are_not_supported() -> None:
         pass
 
     _, state = start("threshold", MODELS["same"])
-    assert engine.why_unsupported(Custom(), MODELS["same"], state) == "sampler 'threshold' is a custom class, Custom"
+    assert (
+        device_step.why_unsupported(Custom(), MODELS["same"], state) == "sampler 'threshold' is a custom class, Custom"
+    )
 
 
 @pytest.mark.parametrize(
@@ -320,29 +324,31 @@ def test_custom_subclasses_are_not_supported() -> None:
 def test_unsupported_requests_fall_back_with_one_warning(sampler: str, callback: object, reason: str) -> None:
     method, state = start(sampler, MODELS["same"])
     with pytest.warns(UserWarning, match=f"compile=True has no effect: {reason}") as caught:
-        loop = engine.device_loop(method, MODELS["same"], state, callback, None)
+        loop = device_step.device_loop(method, MODELS["same"], state, callback, None)
     assert loop is decode and len(caught) == 1
     method, state = start("threshold", MODELS["same"])
-    assert engine.device_loop(method, MODELS["same"], state, None, None) is not decode
+    assert device_step.device_loop(method, MODELS["same"], state, None, None) is not decode
 
 
-def test_a_step_that_cannot_be_captured_is_decoded_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_captured_runs_in_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(1)
     captured_steps = []
 
-    def captured(device: engine.DeviceEngine, step: Any) -> Any:
+    def capture_only_once(device: device_step.DeviceEngine, step: Any) -> Any:
         if captured_steps:
-            raise engine.NotCapturable("a step of LlamaForCausalLM cannot be captured: it waits")
+            raise device_step.NotCapturable("a step of LlamaForCausalLM cannot be captured: it waits")
         captured_steps.append(step)
         return step
 
-    monkeypatch.setattr(device_engine, "capture_graph", captured)
-    monkeypatch.setattr(engine, "decode", lambda method, model, state: engine._decode(method, model, state, True, 1))
+    monkeypatch.setattr(device_engine, "capture_graph", capture_only_once)
+    monkeypatch.setattr(
+        device_step, "decode", lambda method, model, state: device_step._decode(method, model, state, True, 1)
+    )
     method, plain = start("threshold", model, cache="dual")
     decode(method, model, plain)
     method, state = start("threshold", model, cache="dual")
     with torch.inference_mode(), pytest.warns(UserWarning, match="no effect: a step .* it waits") as caught:
-        engine.device_loop(method, model, state, None, None)(method, model, state, None)
+        device_step.device_loop(method, model, state, None, None)(method, model, state, None)
     assert len(caught) == 1 and not model.engines
     assert torch.equal(state.canvas, plain.canvas) and (state.counts == plain.counts).all()
 
@@ -360,4 +366,4 @@ def test_captured_steps_equal_the_plain_loop(sampler: str, cache: str) -> None:
         for _ in range(2):  # capture, then reuse the graphs
             captured = paradec.generate(model, **arguments, temperature=0.7, seed=1, compile=True)
             assert torch.equal(captured.sequences, plain.sequences) and captured.row_nfe == plain.row_nfe
-        assert engine.clear_graphs(model) == 1
+        assert device_step.clear_graphs(model) == 1
