@@ -1,4 +1,4 @@
-"""The request: one value that every entry point builds, which refuses unknown fields and goes into a file."""
+"""`Request`, the arguments of every entry point in one object: files, presets, checks and unknown fields."""
 
 import json
 import warnings
@@ -21,7 +21,7 @@ from paradec.request import FIELDS, LIVE, Arguments, Request
 from paradec.samplers.features.adaptive_blocks import AdaptiveBlocks
 from paradec.samplers.masked.blocks import FixedBlocks
 
-OTHER_VALUES: dict[str, Any] = {
+NON_DEFAULT_VALUES: dict[str, Any] = {
     "sampler": samplers.create("localleap", radius=2), "cache": caches.create("dual", shape_multiple=4),
     "keep_prefix": True, "share_prefix": True, "attention": paradec.SparseD(select=0.4),
     "suffix": paradec.Suffix(32, "gaussian", scale=1.6), "blocks": FixedBlocks(4, align="absolute"), "block_length": 8,
@@ -36,12 +36,12 @@ OTHER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_every_field_has_another_value_here() -> None:
-    assert {*OTHER_VALUES} == {*FIELDS} - {*LIVE, "stop"}
+def test_the_table_of_values_has_every_field() -> None:
+    assert {*NON_DEFAULT_VALUES} == {*FIELDS} - {*LIVE, "stop"}
 
 
-def test_the_stub_for_type_checkers_is_that_of_the_fields() -> None:
-    """Else run `python tests/arguments_stub.py`. Every entry point takes what the stub says."""
+def test_the_stub_and_the_entry_points_have_the_fields_of_a_request() -> None:
+    """If the stub differs, run `python tests/arguments_stub.py`."""
     assert arguments_stub() == STUB.read_text(encoding="utf-8")
     for entry in (paradec.generate, paradec.infill, paradec.generate_many):
         assert get_type_hints(entry)["arguments"] == Unpack[Arguments]
@@ -49,46 +49,46 @@ def test_the_stub_for_type_checkers_is_that_of_the_fields() -> None:
     assert Arguments.__annotations__.keys() == FIELDS.keys()
 
 
-@pytest.mark.parametrize("name", OTHER_VALUES)
-def test_what_is_saved_comes_back(name: str, tmp_path: Path) -> None:
-    request = Request(**{name: OTHER_VALUES[name]})
+@pytest.mark.parametrize("name", NON_DEFAULT_VALUES)
+def test_saved_fields_are_loaded_unchanged(name: str, tmp_path: Path) -> None:
+    request = Request(**{name: NON_DEFAULT_VALUES[name]})
     request.save(tmp_path / "mine.json")
     assert [*json.loads((tmp_path / "mine.json").read_text())] == [name]
     loaded = Request.load(tmp_path / "mine.json")
-    assert loaded == request and getattr(loaded, name) == OTHER_VALUES[name]
+    assert loaded == request and getattr(loaded, name) == NON_DEFAULT_VALUES[name]
 
 
-def test_a_seed_of_another_version_of_the_draws_is_marked(tmp_path: Path) -> None:
-    """Presets that draw nothing by a seed mean the same in every version, as do those that name none."""
+def test_a_seed_saved_with_another_version_of_the_random_numbers_warns(tmp_path: Path) -> None:
+    """There is no warning without a seed, without sampling, or without a saved version."""
     path = tmp_path / "mine.json"
     Request(temperature=0.5, seed=3).save(path)
     assert json.loads(path.read_text()) == {"temperature": 0.5, "seed": 3, "draws": DRAWS}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert Request.load(path) == Request(temperature=0.5, seed=3)
-        for same in ({"seed": 3, "draws": 1}, {"temperature": 0.5, "draws": 1}, {"temperature": 0.5, "seed": 3}):
-            path.write_text(json.dumps(same))
+        for fields in ({"seed": 3, "draws": 1}, {"temperature": 0.5, "draws": 1}, {"temperature": 0.5, "seed": 3}):
+            path.write_text(json.dumps(fields))
             Request.load(path)
     path.write_text(json.dumps({"temperature": 0.5, "seed": 3, "draws": DRAWS - 1}))
     with pytest.warns(UserWarning, match=f"version {DRAWS - 1} of the draws: its seed draws other tokens"):
         Request.load(path)
 
 
-def test_all_at_once_comes_back(tmp_path: Path) -> None:
-    request = Request(**OTHER_VALUES)
+def test_all_fields_together_are_loaded_unchanged(tmp_path: Path) -> None:
+    request = Request(**NON_DEFAULT_VALUES)
     request.save(tmp_path / "mine.json")
     assert Request.load(tmp_path / "mine.json") == request
-    said = json.loads((tmp_path / "mine.json").read_text())
-    assert said.pop("draws") == DRAWS and Request.from_arguments({}, said) == request
+    fields = json.loads((tmp_path / "mine.json").read_text())
+    assert fields.pop("draws") == DRAWS and Request.from_arguments({}, fields) == request
 
 
 @pytest.mark.parametrize("blocks", ["whole", AdaptiveBlocks(length=8, delimiters=(";", 3)), FixedBlocks(2)])
-def test_block_policies_come_back(blocks: Any, tmp_path: Path) -> None:
+def test_block_policies_are_loaded_unchanged(blocks: Any, tmp_path: Path) -> None:
     Request(blocks=blocks).save(tmp_path / "mine.json")
     assert Request.load(tmp_path / "mine.json").blocks == blocks
 
 
-class Mine:
+class CustomBlocks:
     reads_logits = False
 
     def open(self, start: Any, prompt_length: Any, length: Any) -> Any: ...
@@ -100,17 +100,19 @@ class Mine:
     ("name", "value"),
     [
         ("generator", torch.Generator()), ("callback", print), ("streamer", object()), ("prefix", object()),
-        ("stop", paradec.Prophet()), ("blocks", Mine()),
+        ("stop", paradec.Prophet()), ("blocks", CustomBlocks()),
         ("sampler", samplers.create("speculative", drafter=tiny(1, topology="causal", prediction="shifted"))),
     ],
 )  # fmt: skip
-def test_objects_are_refused_by_name_and_nothing_is_written(name: str, value: Any, tmp_path: Path) -> None:
+def test_fields_with_unsavable_objects_are_refused_and_no_file_is_written(
+    name: str, value: Any, tmp_path: Path
+) -> None:
     request = Request(**{name: value}, temperature=0.5)
     refuses(lambda: request.save(tmp_path / "mine.json"), rf"{name}=.*cannot be saved")
     assert not any(tmp_path.iterdir())
 
 
-def test_what_is_no_preset_is_said(tmp_path: Path) -> None:
+def test_wrong_presets_are_refused_with_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     refuses(lambda: Request.load(path), "mine.json.* does not exist", FileNotFoundError)
     for text, message in {
@@ -131,34 +133,34 @@ def test_what_is_no_preset_is_said(tmp_path: Path) -> None:
         Request.from_arguments({}, 3)  # type: ignore[arg-type]
 
 
-def test_arguments_win_over_a_preset_which_wins_over_the_entry_points_defaults(llada: Model, tmp_path: Path) -> None:
+def test_arguments_override_presets_and_presets_override_defaults(llada: Model, tmp_path: Path) -> None:
     request = Request(temperature=0.7, seed=3, max_new_tokens=6, block_length=3)
     request.save(tmp_path / "mine.json")
-    asked = {"input_ids": [5, 6], "seed": 4}
-    written_out = paradec.generate(llada, **asked, temperature=0.7, max_new_tokens=6, block_length=3)
+    arguments = {"input_ids": [5, 6], "seed": 4}
+    expected = paradec.generate(llada, **arguments, temperature=0.7, max_new_tokens=6, block_length=3)
     for preset in (tmp_path / "mine.json", str(tmp_path / "mine.json"), request, request.to_dict()):
-        assert torch.equal(paradec.generate(llada, **asked, preset=preset).sequences, written_out.sequences)
-    gone = {"sampler": {"sampler": "gone", "tau": 1}, "cache": "gone"}
-    (tmp_path / "gone.json").write_text(json.dumps(request.to_dict() | gone))
-    for preset in (tmp_path / "gone.json", request.to_dict() | gone):
-        output = paradec.generate(llada, **asked, preset=preset, sampler="threshold", cache=None)
-        assert torch.equal(output.sequences, written_out.sequences)
-    holes = [5, llada.facts.mask_id, 6]
-    assert paradec.infill(llada, input_ids=holes, seed=0).new_tokens.shape[1] == 0
-    assert paradec.infill(llada, input_ids=holes, preset=request).new_tokens.shape[1] == 6
+        assert torch.equal(paradec.generate(llada, **arguments, preset=preset).sequences, expected.sequences)
+    unknown = {"sampler": {"sampler": "gone", "tau": 1}, "cache": "gone"}  # overridden, so not an error
+    (tmp_path / "unknown.json").write_text(json.dumps(request.to_dict() | unknown))
+    for preset in (tmp_path / "unknown.json", request.to_dict() | unknown):
+        output = paradec.generate(llada, **arguments, preset=preset, sampler="threshold", cache=None)
+        assert torch.equal(output.sequences, expected.sequences)
+    masked_prompt = [5, llada.facts.mask_id, 6]
+    assert paradec.infill(llada, input_ids=masked_prompt, seed=0).new_tokens.shape[1] == 0
+    assert paradec.infill(llada, input_ids=masked_prompt, preset=request).new_tokens.shape[1] == 6
 
 
-def test_a_request_starts_a_sampler(llada: Model) -> None:
+def test_samplers_start_from_a_request_or_from_arguments(llada: Model) -> None:
     method = samplers.create("threshold")
-    by_name = method.start(llada, [[5, 6]], max_new_tokens=4, temperature=0.5, seed=1)
-    by_value = method.start(llada, [[5, 6]], Request(max_new_tokens=4, temperature=0.5, seed=1))
-    assert torch.equal(by_name.keys, by_value.keys) and by_name.request == by_value.request
+    from_arguments = method.start(llada, [[5, 6]], max_new_tokens=4, temperature=0.5, seed=1)
+    from_request = method.start(llada, [[5, 6]], Request(max_new_tokens=4, temperature=0.5, seed=1))
+    assert torch.equal(from_arguments.keys, from_request.keys) and from_arguments.request == from_request.request
     refuses(lambda: method.start(llada, [[5, 6]], Request(), seed=1), "not both: seed", TypeError)
     refuses(lambda: method.start(llada, [[5, 6]], {"seed": 1}), "must be a paradec.Request", TypeError)
 
 
 @pytest.mark.parametrize("name", samplers.names())
-def test_families_refuse_what_they_do_not_serve(name: str) -> None:
+def test_samplers_refuse_unsupported_fields(name: str) -> None:
     cls = samplers.get(name)
     if not cls.unsupported:
         return
@@ -167,22 +169,22 @@ def test_families_refuse_what_they_do_not_serve(name: str) -> None:
     method = cls(drafter=tiny(1, topology="causal", prediction="shifted")) if cls.__name__ == "Speculative" else cls()
     request_for(method, Request(), {})
     for field in cls.unsupported:
-        value = paradec.Prophet() if field == "stop" else object() if field in LIVE else OTHER_VALUES[field]
+        value = paradec.Prophet() if field == "stop" else object() if field in LIVE else NON_DEFAULT_VALUES[field]
         message = f"{field}=.* has no meaning for sampler '{method.name}'".replace("+", r"\+")
         with pytest.raises(ValueError, match=message):
             request_for(method, Request(**{field: value}), {})
 
 
 @pytest.mark.parametrize("entry", ["generate", "infill", "start"])
-def test_unknown_names_are_type_errors_that_say_what_was_meant(entry: str, llada: Model) -> None:
+def test_unknown_arguments_raise_type_errors_with_a_suggestion(entry: str, llada: Model) -> None:
     def call(**arguments: Any) -> Any:
         if entry == "start":
             return samplers.create("threshold").start(llada, [[5, 6]], **arguments)
         return getattr(paradec, entry)(llada, input_ids=[5, llada.facts.mask_id], **arguments)
 
     refuses(lambda: call(temprature=1), "'temprature' .did you mean 'temperature'", TypeError)
-    for name, here in [(name, here) for here, names in REQUEST_FIELDS.items() for name in names]:
-        with pytest.raises(TypeError, match=f"'{name}'; it is called '{here}' here"):
+    for name, field in [(name, field) for field, names in REQUEST_FIELDS.items() for name in names]:
+        with pytest.raises(TypeError, match=f"'{name}'; it is called '{field}' here"):
             call(**{name: 1})
     refuses(lambda: call(cfg_scale=0.5), r"'cfg_scale'.* guidance_scale = cfg_scale \+ 1", TypeError)
     refuses(lambda: call(do_sample=True), "do_sample.*temperature", TypeError)
@@ -190,7 +192,7 @@ def test_unknown_names_are_type_errors_that_say_what_was_meant(entry: str, llada
     refuses(lambda: call(alg_temp=0.1), "alg_temp", TypeError)
 
 
-def test_a_state_keeps_no_object_of_the_caller(llada: Model) -> None:
+def test_a_state_has_no_reference_to_callbacks_or_generators(llada: Model) -> None:
     generator = torch.Generator()
     state = samplers.create("threshold").start(llada, [[5, 6]], Request(callback=print, generator=generator))
     assert all(getattr(state.request, name) is None for name in LIVE)

@@ -14,7 +14,7 @@ from paradec.models.images.grid import Grid
 def greedy(
     module: Any, prompts: list[list[int]], new: int, scale: float = 1.0, negative: list[list[int]] | None = None
 ) -> list[list[int]]:
-    """Greedy decoding of `new` tokens. scale: guidance scale, against `negative` prompts (default: empty guidance)."""
+    """Decode `new` tokens greedily. scale: guidance scale. negative: prompts of the unconditional call."""
     answers = []
     for prompt, negative_prompt in zip(prompts, prompts if negative is None else negative, strict=True):
         ids: list[int] = []
@@ -30,13 +30,13 @@ def greedy(
 
 
 def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, window: int) -> tuple[list[int], int]:
-    """Greedy ZipAR with one forward per token; returns tokens and number of steps.
+    """Decode an image greedily with ZipAR, with one forward per token; return the tokens and the number of steps.
 
-    Each forward sees the tokens known at its step. Exact for one layer: its keys and values depend only on the token.
-    """
+    A forward contains only the tokens known at its step. This is exact for modules of one layer, whose keys and
+    values depend only on the token."""
     layout, first = grid.layout.tolist(), len(grid.head)
-    known = dict(enumerate(layout[:first]))  # evaluated tokens by offset
-    proxies: dict[int, int] = {}  # tokens of the row above in place of undecided ones
+    known = dict(enumerate(layout[:first]))  # offset -> evaluated token
+    proxies: dict[int, int] = {}  # offset of an undecided token -> a token of the row above in its place
     done, steps = [0] * grid.height, 0
     while done[-1] < grid.width:
         steps, before, tokens = steps + 1, list(done), {}
@@ -69,7 +69,7 @@ def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, windo
 
 
 def token_by_token(model: Model, prompt: list[int], new: int, ends: tuple[int, ...]) -> list[int]:
-    """Greedy decoding up to `new` tokens or an end token, without a store."""
+    """Decode greedily up to `new` tokens or an end token, without a KV cache."""
     tokens = list(prompt)
     with torch.no_grad():
         while len(tokens) < len(prompt) + new and (len(tokens) == len(prompt) or tokens[-1] not in ends):
@@ -78,7 +78,9 @@ def token_by_token(model: Model, prompt: list[int], new: int, ends: tuple[int, .
 
 
 def next_logits(model: Model, row: list[int]) -> torch.Tensor:
-    """Logits [V] of the next token after causal text, without a store. An unshifted model predicts an added mask."""
+    """Return logits [vocabulary] of the token after `row`, with causal attention and without a KV cache.
+
+    For an unshifted model, a mask token is appended, whose own logits are returned."""
     tokens = row if model.facts.prediction == "shifted" else [*row, model.facts.mask_id]
     causal = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).tril()
     arguments = {"attention_mask": causal, "position_ids": torch.arange(len(tokens))[None], "use_cache": False}
@@ -87,7 +89,7 @@ def next_logits(model: Model, row: list[int]) -> torch.Tensor:
 
 
 def blocks_of_one(model: Model, row: list[int], new: int) -> list[int]:
-    """Greedy decoding in blocks of one, without a store."""
+    """Decode greedily in blocks of one token, without a KV cache."""
     tokens = list(row)
     for _ in range(new):
         logits = next_logits(model, tokens)
@@ -97,7 +99,7 @@ def blocks_of_one(model: Model, row: list[int], new: int) -> list[int]:
 
 
 def next_token(model: Model, row: list[int], ids: list[int], temperature: float) -> np.ndarray:
-    """The distribution of the next token among `ids`, computed without a store."""
+    """Return the distribution of the next token, restricted to `ids`; computed without a KV cache."""
     p: np.ndarray = (next_logits(model, row)[ids].double() / temperature).softmax(-1).numpy()
     return p
 
@@ -108,6 +110,7 @@ Coin = Callable[[float, float], bool]
 
 
 def draw(weights: Weights, number: float) -> int:
+    """Return the index that a uniform number in [0, 1) selects."""
     return int((np.cumsum(weights) > number * sum(weights)).argmax())
 
 
@@ -115,8 +118,8 @@ def normalized(weights: Weights) -> Weights:
     return [weight / sum(weights) for weight in weights]
 
 
-def without(p: Weights, q: Weights) -> Weights:
-    """The residual max(p - q, 0), or p if that is zero."""
+def residual_distribution(p: Weights, q: Weights) -> Weights:
+    """Return the unnormalized residual max(p - q, 0), or p if that is zero."""
     residual = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
     return residual if sum(residual) > 0 else p
 
@@ -124,13 +127,15 @@ def without(p: Weights, q: Weights) -> Weights:
 def sjd_pac_step(
     case: dict[str, Any], law: Callable[[tuple[int, ...]], Weights], draw: Draw, coin: Coin, last: bool
 ) -> Any:
-    """One step of SJD-PAC: the tokens that become final, and (first draft, q) of each remaining slot.
+    """Do one step of SJD-PAC; return the tokens that become final, and (first draft, q) of each remaining slot.
 
     Args:
-        case: "drafts" [W - 1][K or 1], "q" [W - 1][V], "branching", and uniform numbers "u" [W][K], "v" [W]. "end"
-            replaces "v" in the chain's last slot, if present.
-        law: p after a path of child indices. coin: whether an event of this probability happens, given a number.
-        last: whether a token drawn from the last slot is a draft of the next window.
+        case: for a window of W slots, K drafts per branching slot and V tokens: "drafts" [W - 1][K or 1], "q"
+            [W - 1][V], "branching" (number of slots with K drafts), uniform numbers "u" [W][K] and "v" [W], and
+            optionally "end", which replaces "v" in the last slot.
+        law: returns p after a path of child indices. draw: returns an index drawn with these weights.
+        coin: returns whether an event of this probability happens. draw and coin get a uniform number.
+        last: whether a token drawn from the last slot becomes a draft of the next window.
     """
     width, branching, path, final = len(case["drafts"]) + 1, case["branching"], [], []
     end = case.get("end", case["v"][width - 1])
@@ -144,7 +149,7 @@ def sjd_pac_step(
             if coin(min(1.0, p[x] / q[x]), case["u"][slot][child]):
                 chosen = child
                 break
-            p = normalized(without(p, q))
+            p = normalized(residual_distribution(p, q))
             remaining = [0.0 if token == x else weight for token, weight in enumerate(q)]
             q = normalized(remaining) if sum(remaining) > 0 else q
         if chosen < 0:
@@ -161,12 +166,12 @@ def sjd_pac_step(
             continue
         x, q = case["drafts"][slot][0], case["q"][slot]
         accepted = coin(min(1.0, p[x] / q[x]), case["u"][slot][0])
-        next_drafts.append((x if accepted else draw(without(p, q), case["v"][slot]), p))
+        next_drafts.append((x if accepted else draw(residual_distribution(p, q), case["v"][slot]), p))
     return final, next_drafts
 
 
 def siblings_of(q: Weights, first: int, draw: Draw, numbers: Weights) -> list[int]:
-    """A slot's drafts: the first, and siblings drawn without replacement; -1 if q has no tokens left."""
+    """Return a slot's drafts: `first`, and a sibling per number, drawn without replacement (-1: q has no token left)."""
     drafts, q = [first], [*q]
     for number in numbers:
         q[drafts[-1]] = 0.0
@@ -176,15 +181,15 @@ def siblings_of(q: Weights, first: int, draw: Draw, numbers: Weights) -> list[in
     return drafts
 
 
-def by_number(chance: float, number: float) -> bool:
+def toss(chance: float, number: float) -> bool:
     return number < chance
 
 
 def outcomes(act: Callable[[Draw, Coin], Any]) -> list[tuple[float, Any]]:
-    """All (probability, result) pairs of a function that draws random choices."""
-    results, waiting = [], [((), 1.0)]
-    while waiting:
-        choices, chance = waiting.pop()
+    """Return all (probability, result) pairs of a function that makes random choices, by enumerating the choices."""
+    results, pending = [], [((), 1.0)]
+    while pending:
+        choices, chance = pending.pop()
         fixed_choices, branches = iter(choices), []
 
         def choose(weights: Weights, fixed_choices: Any = fixed_choices, branches: Weights = branches) -> int:
@@ -201,5 +206,5 @@ def outcomes(act: Callable[[Draw, Coin], Any]) -> list[tuple[float, Any]]:
         )
         if not branches:
             results.append((chance, result))
-        waiting += [((*choices, index), chance * weight) for index, weight in enumerate(branches) if weight > 0]
+        pending += [((*choices, index), chance * weight) for index, weight in enumerate(branches) if weight > 0]
     return results

@@ -1,4 +1,4 @@
-"""Orders and distributions of decoding under a constraint, by enumeration."""
+"""Decoding under a constraint: the next position and the distribution of texts, by enumeration."""
 
 import math
 from typing import Any
@@ -9,21 +9,21 @@ from paradec.constraints import passes
 
 
 def surest(case: dict[str, Any], canvas: Canvas) -> int:
-    """The slot with the largest probability of one token, under the constrained distribution; ties: the first."""
-    nu, _ = distribution(automaton_of(case), softmax(model_of(case).module.of(canvas)), canvas)
+    """Return the first undecided slot whose most likely token has the largest probability under the constraint."""
+    probabilities, _ = distribution(automaton_of(case), softmax(model_of(case).module.of(canvas)), canvas)
     best = {}
     for slot in [slot for slot, token in enumerate(canvas) if token is None]:
         marginal: dict[int, float] = {}
-        for text, mass in nu.items():
+        for text, mass in probabilities.items():
             marginal[text[slot]] = marginal.get(text[slot], 0.0) + mass
         best[slot] = max(marginal.values())
     return max(best, key=lambda slot: (best[slot], -slot))
 
 
 def masked_law(case: dict[str, Any], where: Any, canvas: Canvas) -> dict[tuple[int, ...], float]:
-    """Distribution of texts decoded token by token, without tokens after which no completion exists.
+    """Return the distribution of texts that are decoded token by token.
 
-    where: maps a canvas to the next slot."""
+    Tokens after which no completion is allowed are excluded. where: maps a canvas to the slot to decode next."""
     if None not in canvas:
         return {tuple(canvas): 1.0}
     automaton, slot, masses = automaton_of(case), where(canvas), dict[tuple[int, ...], float]()

@@ -12,7 +12,7 @@ from torch import Tensor
 def denoise(
     module: DiTTransformer2DModel, latent: Tensor, labels: list[int], scheduler: object, steps: int, scale: float = 1.0
 ) -> Tensor:
-    """The loop of diffusers' DiTPipeline, up to the VAE."""
+    """Run the loop of diffusers' DiTPipeline, and return the final latent. scale: guidance scale."""
     scheduler = copy.deepcopy(scheduler)
     scheduler.set_timesteps(steps)
     classes = torch.tensor(labels + ([1000] * len(labels) if scale != 1.0 else []))
@@ -39,7 +39,9 @@ def forecast_loop(
     order: int,
     first_enhance: int,
 ) -> tuple[Tensor, list[str]]:
-    """The final latent, and "full" or "forecast" for each step. Derivatives are finite differences of evaluations."""
+    """Return the final latent, and "full" or "forecast" for each step.
+
+    Derivatives are finite differences of evaluated outputs."""
     counter, derivatives, last_full, kinds = 0, list[Tensor](), 0, list[str]()
     scheduler.set_timesteps(steps)
     classes = torch.tensor(labels)

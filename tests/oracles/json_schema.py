@@ -24,7 +24,7 @@ def has_kind(value: Any, kind: str) -> bool:
 
 
 def equal(first: Any, second: Any) -> bool:
-    """JSON's equality: 1 equals 1.0 and differs from true."""
+    """Return whether two JSON values are equal: 1 equals 1.0, but not true."""
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
     if isinstance(first, list) and isinstance(second, list):
@@ -41,7 +41,7 @@ def is_format(value: str, name: str) -> bool:
 
 
 def is_valid(value: Any, schema: Any, root: Any) -> bool:
-    """Whether a value is valid. Keywords next to `$ref` also count. root: the schema that references start from."""
+    """Return whether a value is valid. Keywords next to `$ref` are checked too. root: the schema of all references."""
     if isinstance(schema, bool):
         return schema
 
@@ -109,9 +109,9 @@ def _is_valid_array(value: list[Any], schema: Any, inner: Callable[[Any, Any], b
 
 
 def _is_valid_object(value: dict[str, Any], schema: Any, inner: Callable[..., bool]) -> bool:
-    listed, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     for key, field in value.items():
-        parts = [listed[key]] if key in listed else []
+        parts = [properties[key]] if key in properties else []
         parts += [part for pattern, part in patterns.items() if re.search(pattern, key, re.ASCII)]
         if not all(inner(part, field) for part in parts or [schema.get("additionalProperties", True)]):
             return False

@@ -1,10 +1,10 @@
-"""LANTERN's verification of the drafts of one tree node, in NumPy."""
+"""LANTERN's verification of the drafts at one node of a tree, in NumPy."""
 
 import numpy as np
 
 
 def near_tokens(embed: np.ndarray, x: int) -> np.ndarray:
-    """The other tokens, nearest embedding first."""
+    """Return all tokens except x, nearest embedding first."""
     distance = np.sqrt(((embed - embed[x]) ** 2).sum(-1))
     distance[x] = np.inf
     return np.argsort(distance, kind="stable")[:-1]
@@ -20,11 +20,11 @@ def plain_node(
     limit: float,
     drawn: bool,
 ) -> tuple[int, np.ndarray]:
-    """One node by LANTERN's public code: the index of the accepted child (-1: none), and the residual distribution.
+    """Verify a node like LANTERN's public code; return the index of the accepted child (-1: none), and the residual p.
 
     token_ids: the children. numbers: their uniform numbers. k: size of the neighbourhood, 0 for exact verification.
-    limit: at most 1: bound on the added probability; above 1: `limit - 1` bounds it relative to p. drawn: whether the
-    drafts were drawn from q.
+    limit: bound on the probability of a draft's neighbours. Up to 1 it is absolute; above 1 the bound is
+    `limit - 1` times the draft's p. drawn: whether the drafts were drawn from q; otherwise they are the top tokens.
     """
     rejected: list[int] = []
     for i, (x, number) in enumerate(zip(token_ids, numbers, strict=True)):

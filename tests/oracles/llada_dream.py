@@ -1,4 +1,4 @@
-"""Plain implementation of LLaDA's and Dream's networks."""
+"""LLaDA's and Dream's networks in plain tensor operations."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 
 class Net:
-    """LLaDA or Dream in float64, for any subset of positions; keys and values of other positions come from a store."""
+    """LLaDA or Dream in float64. A call evaluates some positions; a store holds keys and values of other positions."""
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor]):
         self.weights = {name: value.double() for name, value in weights.items()}
@@ -33,10 +33,10 @@ class Net:
         self.cos, self.sin = angles.cos().double(), angles.sin().double()
 
     def __call__(
-        self, ids: Tensor, at: Tensor | None = None, store: dict | None = None, seen: Tensor | None = None
+        self, ids: Tensor, positions: Tensor | None = None, store: dict | None = None, visible: Tensor | None = None
     ) -> Tensor:
-        """Logits of ids [n] at positions `at`, which see each other and the stored positions marked in `seen`."""
-        at = torch.arange(len(ids)) if at is None else at
+        """Return logits of ids [n] at `positions`, which attend to each other and to stored positions in `visible`."""
+        positions = torch.arange(len(ids)) if positions is None else positions
         x, w = self.embedding[ids], self.weights
 
         def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Net:
 
         def rotate(x: Tensor) -> Tensor:
             left, right = x.chunk(2, -1)
-            return x * self.cos[at] + torch.cat((-right, left), -1) * self.sin[at]
+            return x * self.cos[positions] + torch.cat((-right, left), -1) * self.sin[positions]
 
         for index in range(self.layers):
             name = self.layer.format(index)
@@ -59,15 +59,15 @@ class Net:
                 for part, count in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
             )
             pair = torch.stack((rotate(k), v))
-            if seen is not None:
-                others = [p for p in seen.nonzero()[:, 0].tolist() if p not in at.tolist()]
+            if visible is not None:
+                others = [p for p in visible.nonzero()[:, 0].tolist() if p not in positions.tolist()]
                 keys, values = torch.cat((pair, store[index][:, :, others]), 2)
             else:
                 keys, values = pair
             if store is not None:
                 if index not in store:
                     store[index] = torch.zeros(2, self.kv_heads, 200, self.width, dtype=torch.float64)
-                store[index][:, :, at] = pair
+                store[index][:, :, positions] = pair
             keys, values = (t.repeat_interleave(self.heads // self.kv_heads, 0) for t in (keys, values))
             attention = (rotate(q) @ keys.transpose(1, 2) / self.width**0.5).softmax(-1) @ values
             x = x + linear(attention.transpose(0, 1).reshape(len(ids), -1), "o")

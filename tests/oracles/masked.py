@@ -1,4 +1,4 @@
-"""Samplers of masked models as plain loops over one row, without batch or store."""
+"""Samplers of masked models as plain loops over one row, without batches or a KV cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paradec.samplers.masked.loop import LAST
 
 
 def most_confident(row: list[float]) -> int:
-    """Index of the largest number; ties: the first."""
+    """Return the index of the first largest number."""
     return max(range(len(row)), key=lambda i: (row[i], -i))
 
 
@@ -62,8 +62,9 @@ def entropy_threshold(row: list[float], threshold: float) -> set[int]:
 
 
 def factor_profile(row: list[float], margin: float) -> set[int]:
-    """Choose positions by falling confidence, while all their doubts 1 - p plus the last doubt again are below
-    1 - margin."""
+    """Choose positions by decreasing confidence p while their sum of 1 - p, with the last term twice, is < 1 - margin.
+
+    The most confident position is always chosen."""
     order = sorted((i for i in range(len(row)) if row[i] > -math.inf), key=lambda i: (-row[i], i))
     chosen, total = {order[0]}, 1 - row[order[0]]
     for i in order[1:]:
@@ -74,7 +75,10 @@ def factor_profile(row: list[float], margin: float) -> set[int]:
     return chosen
 
 
-HOLE = 8  # mask id of the models in the next three loops
+HOLE = 8
+"""The mask id of the models of `wino`, `editing` and `saber`.
+
+Each yields after every step. memory: "num_remasked" counts positions that become masks again (or are edited)."""
 
 
 def wino(model: Any, row: list[int], block: range, memory: dict, settings: dict) -> Iterator[None]:
@@ -82,19 +86,21 @@ def wino(model: Any, row: list[int], block: range, memory: dict, settings: dict)
     while masks := [i for i in block if row[i] == HOLE]:
         columns = list(enumerate(row))
         p = {i: model.read(i, columns) for i in masks}
-        sure = {i: p[i][most_confident(p[i])] for i in masks}
+        confidence = {i: p[i][most_confident(p[i])] for i in masks}
         cap = min(max(int(settings["cap_share"] * len(masks)), settings["cap_low"]), settings["cap_high"])
-        ranked = sorted(masks, key=lambda i: (-sure[i], i))
-        chosen = [i for i in ranked if sure[i] > settings["threshold"]][:cap] or ranked[:1]
+        ranked = sorted(masks, key=lambda i: (-confidence[i], i))
+        chosen = [i for i in ranked if confidence[i] > settings["threshold"]][:cap] or ranked[:1]
         shadows = [(i, HOLE) for i in block]
-        doubt = {i: model.read(i, columns[:i] + columns[i + 1 :] + shadows)[row[i]] for i in block if row[i] != HOLE}
-        back = sorted((i for i in doubt if doubt[i] < settings["threshold_back"]), key=lambda i: (doubt[i], i))
-        back = back[: max(0, accepted - 1)] if len(chosen) > 1 else []
+        decided = [i for i in block if row[i] != HOLE]
+        verified = {i: model.read(i, columns[:i] + columns[i + 1 :] + shadows)[row[i]] for i in decided}
+        doubtful = [i for i in decided if verified[i] < settings["threshold_back"]]
+        num_remasked = max(0, accepted - 1) if len(chosen) > 1 else 0
+        remasked = sorted(doubtful, key=lambda i: (verified[i], i))[:num_remasked]
         for i in chosen:
             row[i] = most_confident(p[i])
-        for i in back:
+        for i in remasked:
             row[i] = HOLE
-        memory["back"] += len(back)
+        memory["num_remasked"] += len(remasked)
         accepted = len(chosen)
         yield
 
@@ -106,16 +112,18 @@ def editing(model: Any, row: list[int], block: range, memory: dict, settings: di
         post_steps += not masks
         p = {i: model.read(i, list(enumerate(row))) for i in block}
         best = {i: most_confident(p[i]) for i in block}
-        sure = {i: p[i][best[i]] for i in block}
-        chosen = [i for i in masks if sure[i] > settings["threshold"]] or sorted(masks, key=lambda i: (-sure[i], i))[:1]
-        edits = [i for i in block if row[i] not in (HOLE, best[i]) and sure[i] > settings["editing_threshold"]]
+        confidence = {i: p[i][best[i]] for i in block}
+        chosen = [i for i in masks if confidence[i] > settings["threshold"]] or sorted(
+            masks, key=lambda i: (-confidence[i], i)
+        )[:1]
+        edits = [i for i in block if row[i] not in (HOLE, best[i]) and confidence[i] > settings["editing_threshold"]]
         for i in chosen + edits:
             row[i] = best[i]
-        memory["back"] += len(edits)
+        memory["num_remasked"] += len(edits)
         yield
         if all(row[i] != HOLE for i in block):
             if not masks and not edits:
-                memory["settled"] += 1
+                memory["num_stable"] += 1
                 return
             if post_steps == settings["max_post_steps"]:
                 return
@@ -126,24 +134,24 @@ def saber(model: Any, row: list[int], block: range, memory: dict, settings: dict
     while masks := [i for i in block if row[i] == HOLE]:
         decided = [i for i in block if row[i] != HOLE]
         p = {i: model.read(i, list(enumerate(row))) for i in block}
-        sure = {i: p[i][most_confident(p[i])] for i in block}
-        before = memory["confidence"].values()  # by position, all blocks
-        tau = math.fsum(before) / len(before) if before else 1.0
-        chosen = [i for i in masks if sure[i] > tau]
+        confidence = {i: p[i][most_confident(p[i])] for i in block}
+        history = memory["confidence"].values()  # of all blocks
+        tau = math.fsum(history) / len(history) if history else 1.0
+        chosen = [i for i in masks if confidence[i] > tau]
         if len(chosen) < settings["minimum"]:
-            chosen = sorted(masks, key=lambda i: (-sure[i], i))[: settings["minimum"]]
+            chosen = sorted(masks, key=lambda i: (-confidence[i], i))[: settings["minimum"]]
         k = len(chosen)
         count = min(max(settings["minimum"] // 2, math.ceil(k * settings["remask_share"])), k - 1)
         if k == len(masks) or not settings["remask_share"]:
             count = 0
-        back = sorted(decided, key=lambda i: (-(last[i] - sure[i]), i))[:count]
+        remasked = sorted(decided, key=lambda i: (-(last[i] - confidence[i]), i))[:count]
         for i in chosen:
             row[i] = most_confident(p[i])
-            memory["confidence"][i] = sure[i]
-        for i in back:
+            memory["confidence"][i] = confidence[i]
+        for i in remasked:
             row[i] = HOLE
-        memory["back"] += len(back)
-        last = sure
+        memory["num_remasked"] += len(remasked)
+        last = confidence
         yield
 
 
@@ -156,8 +164,8 @@ def softmax(z: list[float]) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
-def entropy(p: list[float], inside: float = 0.0) -> float:
-    return -sum(q * math.log(q + inside) for q in p if q > 0)
+def entropy(p: list[float], epsilon: float = 0.0) -> float:
+    return -sum(q * math.log(q + epsilon) for q in p if q > 0)
 
 
 def top(scores: dict[int, float], n: int) -> set[int]:
@@ -165,8 +173,9 @@ def top(scores: dict[int, float], n: int) -> set[int]:
 
 
 class Loop:
-    """A sampler's rule in plain Python. `open` begins a block; `step` maps logits by position and a quota to the
-    committed tokens by position."""
+    """A sampler's rule in plain Python. `open` begins a block with these positions.
+
+    step(z, n): z maps undecided positions to logits, n is the step's quota; returns position -> committed token."""
 
     def __init__(self, **settings: object):
         self.__dict__ |= samplers.create(self.name).to_dict() | settings
@@ -223,18 +232,17 @@ class PersistenceLoop(Loop):
     name = "persistence"
 
     def open(self, positions: list[int]) -> None:
-        self.seen: dict[int, list[int]] = {i: [] for i in positions}
+        self.past_tokens: dict[int, list[int]] = {i: [] for i in positions}
 
     def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
         p = {i: softmax(z[i]) for i in z}
         best = {i: most_confident(p[i]) for i in z}
         for i in z:
-            self.seen[i].append(best[i])
-        free = {i: max(p[i]) for i in z if best[i] not in SCRIPT_ENDS or max(p[i]) >= self.end_threshold}
-        lasting = {
-            i for i in free if free[i] >= self.threshold and self.seen[i][-self.persist :] == [best[i]] * self.persist
-        }
-        chosen = top(free, n) | lasting or {min(z)}
+            self.past_tokens[i].append(best[i])
+        allowed = {i: max(p[i]) for i in z if best[i] not in SCRIPT_ENDS or max(p[i]) >= self.end_threshold}
+        is_persistent = {i: self.past_tokens[i][-self.persist :] == [best[i]] * self.persist for i in z}
+        persistent = {i for i in allowed if allowed[i] >= self.threshold and is_persistent[i]}
+        chosen = top(allowed, n) | persistent or {min(z)}
         return {i: best[i] for i in chosen}
 
 
@@ -263,46 +271,45 @@ class CCDAgreeLoop(Loop):
     name = "ccd_agree"
 
     def open(self, positions: list[int]) -> None:
-        self.at, self.masks, self.buffer, self.previous, self.n = 0, 0, [], {}, 1
+        self.step_index, self.masks, self.buffer, self.previous, self.n = 0, 0, [], {}, 1
 
     def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
         p = {i: softmax(z[i]) for i in z}
         best = {i: most_confident(p[i]) for i in z}
         self.masks = self.masks or len(z)
-        if self.at >= self.warmup - 1:
+        if self.step_index >= self.warmup - 1:
             self.n += 1
         width = min(self.n, int(n + n * self.expand_ratio))
         if len(z) <= self.tail * self.masks:
             width = 2
         order = sorted(z, key=lambda i: (entropy(p[i], 1e-10), i))
-        first, wide = order[:n], order[:width]
-        commit = first
-        if self.at >= self.warmup and set(first) & set(self.buffer):
-            agreed = [i for i in wide if i in self.buffer and best[i] == self.previous.get(i)]
+        commit = order[:n]
+        if self.step_index >= self.warmup and set(commit) & set(self.buffer):
+            agreed = [i for i in order[:width] if i in self.buffer and best[i] == self.previous.get(i)]
             if len(agreed) >= n:
                 commit = agreed if self.adaptive else agreed[:n]
         self.buffer = [i for i in order if i not in commit][:width]
         self.previous |= best
-        self.at += 1
+        self.step_index += 1
         return {i: best[i] for i in commit}
 
 
 class CarryLoop(Loop):
-    """Threshold rule in which the unused part of a step's quota is added to the next step's."""
+    """Threshold rule in which the unused part of a step's quota is added to the quota of the next step."""
 
     name = "threshold"
     planned = 2
 
     def open(self, positions: list[int]) -> None:
-        self.at, self.unused, self.masks = 0, 0, len(positions)
+        self.step_index, self.unused, self.masks = 0, 0, len(positions)
 
     def step(self, z: dict[int, list[float]], n: int) -> dict[int, int]:
         p = {i: softmax(z[i]) for i in z}
-        quota = self.unused + (self.masks // self.planned if self.at < self.planned else 0)
+        quota = self.unused + (self.masks // self.planned if self.step_index < self.planned else 0)
         order = sorted(z, key=lambda i: (-max(p[i]), i))[: max(quota, 1)]
         chosen = order[:1] + [i for i in order[1:] if max(p[i]) >= self.threshold]
         self.unused = max(quota, 1) - len(chosen)
-        self.at += 1
+        self.step_index += 1
         return {i: most_confident(p[i]) for i in chosen}
 
 
@@ -310,8 +317,8 @@ class SlowCarryLoop(CarryLoop):
     planned = 3
 
 
-def scores_of(p: Tensor, name: str) -> float:
-    """A rule's score of a position, from its probabilities [V]."""
+def score_of(p: Tensor, name: str) -> float:
+    """Return the score that a rule gives to a position with these probabilities [vocabulary]."""
     ordered = sorted(p.tolist(), reverse=True)
     if name == "margin":
         return ordered[0] - ordered[1]
@@ -320,8 +327,8 @@ def scores_of(p: Tensor, name: str) -> float:
     return ordered[0]
 
 
-def rule_of(name: str, settings: dict, scores: dict[int, float], step: int, steps: int, masks: int) -> set[int]:
-    """The positions that one rule commits. masks: number of masks in the block when it was opened."""
+def select_by_rule(name: str, settings: dict, scores: dict[int, float], step: int, steps: int, masks: int) -> set[int]:
+    """Return the positions that one rule commits. masks: number of masks in the block when it was num_open."""
     order = sorted(scores, key=lambda i: (-scores[i], i))
     if name == "threshold":
         return {i for i in order if scores[i] >= settings["threshold"]} | {order[0]}
@@ -330,22 +337,24 @@ def rule_of(name: str, settings: dict, scores: dict[int, float], step: int, step
     if name == "margin":
         return set(order[: masks // steps + (step < masks % steps)])
     # Dream's time grid
-    now, after = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
-    return set(order[: len(order) if step == steps - 1 else int(len(order) * (1 - after / now))])
+    t, next_t = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
+    return set(order[: len(order) if step == steps - 1 else int(len(order) * (1 - next_t / t))])
 
 
-def combined(
+def decode_combination(
     model: Model, prompt: list[int], union: bool, rules: list[tuple[str, dict]], new: int, steps: int
 ) -> list[set[tuple[int, int, float]]]:
-    """The (position, token, first rule's score) that each step of a combination commits, in one block."""
+    """Return the (position, token, score of the first rule) that each step commits, in one block of `new` tokens.
+
+    union: whether a step commits the union of the rules' positions, or the intersection."""
     canvas, commits = prompt + [MASK] * new, []
     while MASK in canvas:
         with torch.inference_mode():
             logits = model.module(torch.tensor([canvas]), everything(len(canvas)), use_cache=False).logits[0, :, :MASK]
         p, masks = logits.softmax(-1), [i for i, token in enumerate(canvas) if token == MASK]
-        scores = [{i: scores_of(p[i], name) for i in masks} for name, _ in rules]
+        scores = [{i: score_of(p[i], name) for i in masks} for name, _ in rules]
         sets = [
-            rule_of(name, settings, score, len(commits), steps, new)
+            select_by_rule(name, settings, score, len(commits), steps, new)
             for (name, settings), score in zip(rules, scores, strict=True)
         ]
         chosen = set.union(*sets) if union else set.intersection(*sets)
@@ -360,7 +369,10 @@ def combined(
 def adaptive_length(
     tokens: list[int], confidence: list[float], new: int, remaining: int, policy: AdaptiveBlocks, available: list[bool]
 ) -> int:
-    """Length of a block by AdaBlock's formula."""
+    """Return the length of a block by AdaBlock's formula.
+
+    tokens, confidence, available: of the positions from the block's start. new: `max_new_tokens`. remaining: number of
+    positions from the block's start."""
     best = None
     for i in range(min(int(policy.window * new), remaining)):
         if available[i] and tokens[i] in policy.delimiters and (best is None or confidence[i] > confidence[best]):
@@ -370,7 +382,7 @@ def adaptive_length(
 
 
 def logits_of(model: Model, canvas: list[int]) -> torch.Tensor:
-    """The model's logits [L, V] of a row, without the mask token."""
+    """Return the model's logits [row length, vocabulary] of a row, with -inf for the mask token."""
     with torch.inference_mode():
         logits = model.module(input_ids=torch.tensor([canvas]), use_cache=False).logits[0].clone()
     if model.facts.shift:
@@ -379,9 +391,10 @@ def logits_of(model: Model, canvas: list[int]) -> torch.Tensor:
 
 
 def prophet(model: Model, prompt: list[int], gaps: tuple, answer: range | None, new: int) -> tuple[list[int], int]:
-    """Prophet over decoding of one token per step in blocks of 4: the answer and the number of forwards.
+    """Decode one token per step in blocks of 4 with Prophet's early stop; return the answer and number of forwards.
 
-    gaps: thresholds of the early, middle and late phase. answer: span of the answer's tokens, None for all masks."""
+    gaps: thresholds of the early, middle and late phase. answer: span of new tokens whose mean gap between the two
+    largest logits is compared; None for all masks."""
     mask = model.facts.mask_token_id
     canvas, start = prompt + [mask] * new, len(prompt)
     for step in range(new):
@@ -405,7 +418,7 @@ def prophet(model: Model, prompt: list[int], gaps: tuple, answer: range | None, 
     return canvas[start:], new
 
 
-class Stale:
+class StaleKeysModule:
     """A module whose keys and values are recomputed only at the positions `fresh`, as with a cache."""
 
     def __init__(self, module: torch.nn.Module):
@@ -424,14 +437,14 @@ class Stale:
         return output
 
     def read(self, row: list[int], fresh: slice, shift: int) -> tuple[list[float], list[int]]:
-        """Confidence and best token of every position; valid only if predicted from a fresh position."""
+        """Return confidence and best token of every position, which are valid if the predicting position is fresh."""
         self.fresh = fresh
         logits = self.module(torch.tensor([row]), everything(len(row)), use_cache=False).logits[0, :, :MASK]
         logits = logits if not shift else torch.cat((logits[:1], logits[:-1]))
         p, best = logits.softmax(-1).max(-1)
         return p.tolist(), best.tolist()
 
-    def __enter__(self) -> Stale:
+    def __enter__(self) -> StaleKeysModule:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -439,8 +452,8 @@ class Stale:
             hook.remove()
 
 
-def chosen_by_hand(sampler: str, p: dict[int, float], masks: int, step: int, steps: int | None) -> list[int]:
-    """The positions that a rule commits, from the confidences `p` of the undecided positions."""
+def select_by_hand(sampler: str, p: dict[int, float], masks: int, step: int, steps: int | None) -> list[int]:
+    """Return the positions that a rule commits. p: undecided position -> confidence."""
     order = sorted(p, key=lambda i: (-p[i], i))
     if sampler == "threshold":
         return order[:1] + [i for i in order[1:] if p[i] >= 0.3]
@@ -448,18 +461,18 @@ def chosen_by_hand(sampler: str, p: dict[int, float], masks: int, step: int, ste
         return order[: max([1] + [n for n in range(1, len(order) + 1) if (n + 1) * (1 - p[order[n - 1]]) <= 2.0])]
     steps = masks if steps is None else steps
     if sampler == "maskgit_plus":  # Dream's time grid, whose first steps may be idle
-        now, after = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
-        return order if step == steps - 1 else order[: int(len(order) * (1 - after / now))]
+        t, next_t = (1 - (1 - 1e-3) * (step + k) / steps for k in (0, 1))
+        return order if step == steps - 1 else order[: int(len(order) * (1 - next_t / t))]
     return order[: masks // steps + (step < masks % steps)]
 
 
-def decoded_by_hand(
+def decode_by_hand(
     model: Model, prompt: list[int], sampler: str, cache: str, new: int, size: int, steps: int | None
 ) -> dict[str, Any]:
-    """The final row and counts of a decoding in blocks of `size` with cache "none", "prefix" or "dual"."""
+    """Decode a row in blocks of `size` with cache "none", "prefix" or "dual"; return the final row and counts."""
     row, length, shift = prompt + [MASK] * new, len(prompt) + new, model.facts.shift
-    counts = {"row_step": 0, "decided": 0, "evaluated": 0, "whole": 0, "end": length, "stopped": False}
-    with Stale(model.module) as module, torch.inference_mode():
+    counts = {"row_step": 0, "decided": 0, "evaluated": 0, "full_forwards": 0, "end": length, "stopped": False}
+    with StaleKeysModule(model.module) as module, torch.inference_mode():
         for start in range(len(prompt), length, size):
             block, step = range(start, min(start + size, length)), 0
             while masks := [i for i in block if row[i] == MASK]:
@@ -467,14 +480,14 @@ def decoded_by_hand(
                 if cache != "none" and step:
                     fresh = slice(start - shift, length if cache == "prefix" else block[-1] + 1)
                 confidence, best = module.read(row, fresh, shift)
-                chosen = chosen_by_hand(sampler, {i: confidence[i] for i in masks}, len(block), step, steps)
+                chosen = select_by_hand(sampler, {i: confidence[i] for i in masks}, len(block), step, steps)
                 for i in chosen:
                     row[i] = best[i]
                 step += 1
                 counts["row_step"] += 1
                 counts["decided"] += len(chosen)
                 counts["evaluated"] += len(range(length)[fresh])
-                counts["whole"] += fresh == slice(None)
+                counts["full_forwards"] += fresh == slice(None)
                 first = next((i for i in block if row[i] == MASK or row[i] in model.facts.eos_token_ids), None)
                 if first is not None and row[first] != MASK:
                     return counts | {"row": row[: first + 1], "end": first + 1, "stopped": True}
@@ -482,8 +495,10 @@ def decoded_by_hand(
 
 
 def learn2pd_records(model: Model, prompt: list[int], new: int, length: int) -> list[tuple[Tensor, list, list]]:
-    """For each step of one row without a cache: confidences, whether each candidate equals the final token, and
-    whether each position is undecided."""
+    """Return Learn2PD's training records of one row, decoded in blocks of `length`.
+
+    A record of a step has three values per position of the block: the confidence, whether the best token equals the
+    final token, and whether the position is undecided."""
     mask = model.facts.mask_token_id
 
     def forward(canvas: list[int]) -> tuple[Tensor, Tensor]:
@@ -503,28 +518,29 @@ def learn2pd_records(model: Model, prompt: list[int], new: int, length: int) -> 
     target, records = canvas, []
     canvas = prompt + [mask] * new
     for begin in range(start, start + new, length):
-        block, before = slice(begin, begin + length), None
+        block, previous_guess = slice(begin, begin + length), None
         for step in range(length):
             confidence, tokens = forward(canvas)
             guess = tokens[block].tolist()
-            final = [a == b for a, b in zip(guess, target[block], strict=True)]
-            records.append((confidence[block], final, [token == mask for token in canvas[block]]))
-            if guess == before or step == length - 1:
+            is_final = [a == b for a, b in zip(guess, target[block], strict=True)]
+            records.append((confidence[block], is_final, [token == mask for token in canvas[block]]))
+            if guess == previous_guess or step == length - 1:
                 canvas[block] = target[block]
             else:
-                canvas[block] = [t if ok else c for ok, t, c in zip(final, target[block], canvas[block], strict=True)]
-            before = guess
+                pairs = zip(is_final, target[block], canvas[block], strict=True)
+                canvas[block] = [target_token if ok else token for ok, target_token, token in pairs]
+            previous_guess = guess
             if mask not in canvas[block]:
                 break
     return records
 
 
 def remembering_loop(rule: Any, module: nn.Module, prompt: list[int], policy: PipelinedBlocks) -> list[list[tuple]]:
-    """KLASS or persistence with several open blocks: the (position, token) pairs that each forward commits."""
+    """Decode with KLASS or persistence in several open blocks; return each forward's (position, token) pairs."""
     ids, new = [*prompt, *[MASK] * 12], range(len(prompt), len(prompt) + 12)
     before: dict[int, Any] = {}
     run: dict[int, int] = {}
-    opened, calls, size = 1, [], policy.length
+    num_open, calls, size = 1, [], policy.length
 
     def masks_of(block: int) -> list[int]:
         return [i for i in new if (i - len(prompt)) // size == block and ids[i] == MASK]
@@ -533,7 +549,7 @@ def remembering_loop(rule: Any, module: nn.Module, prompt: list[int], policy: Pi
         logits = module(torch.tensor([ids]))[0]
         logits[:, MASK] = -torch.inf
         p = logits.softmax(-1)
-        open_ = [i for block in range(opened) for i in masks_of(block)]
+        open_ = [i for block in range(num_open) for i in masks_of(block)]
         for i in open_:
             if rule.name == "klass":
                 current = p[i].float()
@@ -544,47 +560,47 @@ def remembering_loop(rule: Any, module: nn.Module, prompt: list[int], policy: Pi
                 current = int(p[i].argmax())
                 run[i] = run.get(i, 0) + 1 if before.get(i) == current else 1
             before[i] = current
-        sure = {i: float(p[i].max()) for i in open_}
+        confidence = {i: float(p[i].max()) for i in open_}
         if rule.name == "klass":
-            chosen = {i for i in open_ if sure[i] > rule.confidence_threshold and run[i] >= rule.history}
+            chosen = {i for i in open_ if confidence[i] > rule.confidence_threshold and run[i] >= rule.history}
         else:
-            chosen = {i for i in open_ if sure[i] >= rule.threshold and run[i] >= rule.persist}
-        masks = next(masks_of(block) for block in range(opened) if masks_of(block))
-        best = max(masks, key=lambda i: (sure[i], -i))
+            chosen = {i for i in open_ if confidence[i] >= rule.threshold and run[i] >= rule.persist}
+        masks = next(masks_of(block) for block in range(num_open) if masks_of(block))
+        best = max(masks, key=lambda i: (confidence[i], -i))
         if rule.name == "persistence" or not chosen & set(masks):
             chosen.add(best)
         calls.append(sorted((i, int(p[i].argmax())) for i in chosen))
         for i, token in calls[-1]:
             ids[i] = token
-        is_full = not any(masks_of(block) for block in range(opened))
-        if is_full or size - len(masks_of(opened - 1)) >= policy.add * size:
-            opened = min(opened + 1, -(-len(new) // size))
+        is_full = not any(masks_of(block) for block in range(num_open))
+        if is_full or size - len(masks_of(num_open - 1)) >= policy.add * size:
+            num_open = min(num_open + 1, -(-len(new) // size))
     return calls
 
 
 def delayed_positions(
     prompt: int, length: int, size: int, cache: DelayedCache, waiting: str, commits: list[set[int]]
 ) -> list[int]:
-    """Number of positions that each step of one row evaluates under a delayed cache.
+    """Return the number of positions that each step of one row evaluates under a delayed cache.
 
-    A block is stored `cache_delay_iter` steps after it is full. waiting: "first" if blocks start to wait one by one.
-    commits: the positions that each step fills."""
+    A block is stored `cache_delay_iter` steps after it is full. waiting: "first" if a full block starts to wait only
+    when the block before it is stored. commits: the positions that each step fills."""
     undecided = set(range(prompt, length))
     blocks = [range(prompt), *(range(start, min(start + size, length)) for start in range(prompt, length, size))]
     since, num_stored, sizes = {0: -1}, 0, []
     for step, filled in enumerate(commits):
-        waits, stored = False, num_stored
-        for number in range(num_stored, len(blocks)):
-            if undecided & set(blocks[number]):
+        is_waiting, stored = False, num_stored
+        for index in range(num_stored, len(blocks)):
+            if undecided & set(blocks[index]):
                 break
-            since.setdefault(number, step)
-            if step - since[number] >= cache.cache_delay_iter:
+            since.setdefault(index, step)
+            if step - since[index] >= cache.cache_delay_iter:
                 stored += 1
                 continue
-            waits = True
+            is_waiting = True
             if waiting == "first":
                 break
-        is_full = stored == num_stored and (not num_stored or waits or (step + 1) % cache.refresh_interval == 0)
+        is_full = stored == num_stored and (not num_stored or is_waiting or (step + 1) % cache.refresh_interval == 0)
         sizes.append(length - (blocks[num_stored].start if num_stored < len(blocks) and not is_full else 0))
         num_stored, undecided = stored, undecided - filled
     return sizes
@@ -602,20 +618,23 @@ class FreeDaveLoop:
     end: int
 
     def read(self, row: list[int]) -> tuple[list[float], list[int]]:
-        """The confidence and the best token of every position."""
+        """Return the confidence and the best token of every position."""
         logits = self.module(torch.tensor([row]))[0].index_fill(1, torch.tensor(self.mask), -torch.inf)
         p, token_ids = logits.softmax(-1).max(-1)
         return p.tolist(), token_ids.tolist()
 
-    def base(self, row: list[int], block: range, confidence_and_best: tuple[list[float], list[int]]) -> list[int]:
-        """The row after one step of the rule."""
+    def apply_rule(self, row: list[int], block: range, confidence_and_best: tuple[list[float], list[int]]) -> list[int]:
+        """Return the row after one step of the threshold rule."""
+        confidence, best_tokens = confidence_and_best
         masks = [i for i in block if row[i] == self.mask]
-        best = max(masks, key=lambda i: (confidence_and_best[0][i], -i), default=None)
-        chosen = {i for i in masks if confidence_and_best[0][i] >= self.threshold or i == best}
-        return [confidence_and_best[1][i] if i in chosen else token_id for i, token_id in enumerate(row)]
+        best = max(masks, key=lambda i: (confidence[i], -i), default=None)
+        chosen = {i for i in masks if confidence[i] >= self.threshold or i == best}
+        return [best_tokens[i] if i in chosen else token_id for i, token_id in enumerate(row)]
 
-    def accepted(self, drafts: list[list[int]], after: list[list[int]]) -> list[tuple[list[int], int]]:
-        """The accepted rows in order, each with the index of the draft whose logits it comes from."""
+    def accept(self, drafts: list[list[int]], after: list[list[int]]) -> list[tuple[list[int], int]]:
+        """Return the accepted rows in order, each with the index of the draft whose logits determine the row.
+
+        after: each draft after one step of the rule."""
         path, index = [], 0
         while True:
             row, later = after[index], range(index + 1, len(drafts) if self.subset else min(index + 2, len(drafts)))
@@ -626,7 +645,7 @@ class FreeDaveLoop:
             index = matches[-1]
 
     def is_part(self, draft: list[int], row: list[int]) -> bool:
-        """Whether all decided tokens of a draft are those of the row."""
+        """Return whether all decided tokens of a draft equal those of the row."""
         return all(d in (self.mask, token_id) for d, token_id in zip(draft, row, strict=True))
 
     def decode(self, prompt: list[int], new: int, size: int) -> dict[str, Any]:
@@ -638,17 +657,17 @@ class FreeDaveLoop:
                 drafts = [row]
                 if carried is not None:
                     for _ in range(1, min(self.count, len(masks))):
-                        drafts.append(self.base(drafts[-1], block, carried))
+                        drafts.append(self.apply_rule(drafts[-1], block, carried))
                 reads = [self.read(draft) for draft in drafts]
-                path = self.accepted(drafts, [self.base(d, block, f) for d, f in zip(drafts, reads, strict=True)])
+                path = self.accept(drafts, [self.apply_rule(d, block, f) for d, f in zip(drafts, reads, strict=True)])
                 commits.append(set())
                 for number, (after, judge) in enumerate(path):
-                    written = [i for i in block if after[i] != row[i]]
-                    commits[-1] |= {(i, after[i], round(reads[judge][0][i], 9)) for i in written}
+                    changed = [i for i in block if after[i] != row[i]]
+                    commits[-1] |= {(i, after[i], round(reads[judge][0][i], 9)) for i in changed}
                     row, steps, carried = after, steps + 1, reads[number]
                     first = next((i for i in block if row[i] in (self.mask, self.end)), None)
                     if first is not None and row[first] == self.end:
-                        beyond = len(path) - number - 1  # accepted steps after the end token
+                        beyond = len(path) - number - 1  # number of accepted steps after the end token
                         return self.result(commits, steps, row[: first + 1], True) | {"beyond": beyond}
                     if all(row[i] != self.mask for i in block):
                         break
@@ -660,7 +679,9 @@ class FreeDaveLoop:
 
 
 def decided_share(decided: list[bool], center: int, sigma: float) -> float:
-    """Gaussian-weighted share of decided positions around `center`; past the end, the last position repeats."""
+    """Return the Gaussian-weighted share of decided positions around `center`.
+
+    Positions before the row count as decided; positions after it count like its last position."""
     reach, share, total = math.ceil(6 * sigma), 0.0, 0.0
     for j in range(center - reach, center + reach + 1):
         weight = math.exp(-((j - center) ** 2) / (2 * sigma**2))
@@ -669,15 +690,18 @@ def decided_share(decided: list[bool], center: int, sigma: float) -> float:
     return share / total
 
 
-def d2_positions(state: Any, row: int, sure: dict, last: set[int], k: int, sigma: float, w: int) -> set[int]:
-    """The positions of a row that a later step evaluates, by D2Cache's rule. sure: position -> confidence."""
+def d2_positions(state: Any, row: int, confidence: dict, last: set[int], k: int, sigma: float, w: int) -> set[int]:
+    """Return the positions of a row that the next step evaluates, by D2Cache's rule.
+
+    confidence: position -> confidence, by default 1. last: positions that are always evaluated. k: number of masks.
+    sigma: width of the Gaussian of `decided_share`. w: gaps of at most w positions are filled."""
     canvas, length = state.canvas[row].tolist(), int(state.length[row])
     canvas, start, end = canvas[:length], int(state.block_start[row]), int(state.block_end[row])
     masks = [p for p in range(length) if canvas[p] == MASK]
     kth = masks[k - 1] if len(masks) >= k else length - 1
     stop = next(stop for stop in range(end, length + end, end - start) if stop > kth)
     decided = [token != MASK for token in canvas]
-    rank = {p: sure.get(p, 1.0) * decided_share(decided, p, sigma) + 2 * (p < end) for p in masks if p < stop}
+    rank = {p: confidence.get(p, 1.0) * decided_share(decided, p, sigma) + 2 * (p < end) for p in masks if p < stop}
     chosen = set(sorted(rank, key=lambda p: (-rank[p], p))[:k])
     chosen = {max(p - state.facts.shift, 0) for p in chosen} | last
     ordered = sorted(chosen)

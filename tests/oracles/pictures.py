@@ -1,4 +1,4 @@
-"""Image samplers that handle one image, and one token or position at a time."""
+"""Samplers of images as plain loops over one image and one token."""
 
 import math
 from typing import Any
@@ -18,7 +18,9 @@ from paradec.samplers.distributions import filtered_distribution
 def distilled_stage(
     model: DistilledLlamaGenModel, label: int, x: Tensor, noise: Tensor, num_kept: int, split: int
 ) -> Tensor:
-    """One call of a distilled student for one image, token by token: x, noise [N, C] -> [N, C]."""
+    """Do one call of a distilled student for one image: x, noise [tokens, code width] -> vectors of the same shape.
+
+    num_kept: number of tokens at the start that the call keeps. split: tokens from this index on stay continuous."""
     inputs = torch.cat((x[:num_kept], noise[num_kept:])).unsqueeze(0)
     continuous, logits = (vectors[0] for vectors in model.module(torch.tensor([label]), inputs, num_kept))
     codes, vectors = model.codes(), []
@@ -31,8 +33,9 @@ def distilled_stage(
 
 
 def groups_of_one(model: LPDModel, label: int, codes: Tensor, order: Tensor, scale: float, grows: bool) -> Tensor:
-    """Guided logits [S, V] of each rank given the codes of lower ranks, in one call with groups of one, as in
-    training. grows: whether the guidance scale grows linearly from 1."""
+    """Return guided logits [cells, codes]: row i predicts the i-th cell of `order`, given the cells before it.
+
+    One call with groups of one cell, as in training. grows: whether the guidance scale grows linearly from 1."""
     size, none = order.shape[0], model.module.config.num_classes
     conditional, unconditional = (
         model.module(codes[None], torch.tensor([c]), order[None], (1,) * size)[0] for c in (label, none)
@@ -43,7 +46,7 @@ def groups_of_one(model: LPDModel, label: int, codes: Tensor, order: Tensor, sca
 
 
 def one_cell_per_call(model: LPDModel, label: int, order: Tensor, key: Tensor, request: Request, grows: bool) -> Tensor:
-    """Sample one position per step, with the noise of its cell."""
+    """Sample one cell per call, with the random numbers that paradec assigns to the cell."""
     codes, count = torch.zeros(len(order), dtype=torch.int64), model.facts.vocab_size
     for rank, cell in enumerate(order.tolist()):
         logits = groups_of_one(model, label, codes, order, request.guidance_scale, grows)[rank]
@@ -62,7 +65,10 @@ def density(y: list[float], mean: Tensor, std: Tensor) -> float:
 def cspd_token(
     token: int, draft: TokenDistribution, target: TokenDistribution, u: float, redraw: Any, inner: float, rounds: int
 ) -> tuple[list[float], bool]:
-    """One token of the corrected CSPD rule: its value, and whether the draft was accepted."""
+    """Apply the corrected CSPD rule to one token; return its value, and whether the draft was accepted.
+
+    u: uniform number. redraw: returns the noise and uniform number of a round. inner: temperature factor on the
+    standard deviations. rounds: maximum number of redraws, after which the target's mean is returned."""
     (mq, sq), (mp, sp) = ((distribution.mean[token], distribution.std[token]) for distribution in (draft, target))
     x = mq.tolist()
     sigma = math.exp(float((target.half_log_variance[token] - draft.half_log_variance[token]).sum()))

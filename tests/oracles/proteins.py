@@ -1,4 +1,4 @@
-"""Protein design with one residue per call, in a fixed order."""
+"""Protein design in a fixed order of residues, with one residue per call."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from paradec.samplers.distributions import token_distribution
 
 
 def conditional(model: ProteinMPNNModel, row: list[int], decided: list[int], place: int) -> Tensor:
-    """Logits [V] of the residue at `place`, conditioned on the residues `decided`, in this order."""
+    """Return logits [vocabulary] of the residue with index `place`, given the residues `decided` in this order."""
     structure, letters = row[0] - len(LETTERS) - 1, torch.tensor(row[1:])
     rank = torch.full_like(letters, len(row))
     rank[decided] = torch.arange(len(decided))
@@ -23,7 +23,9 @@ def conditional(model: ProteinMPNNModel, row: list[int], decided: list[int], pla
 
 
 def sequential(model: Any, row: list[int], order: list[int], key: Tensor, request: Request) -> tuple[list[int], float]:
-    """Sample one residue per step with its position's noise; return the row and its log-probability."""
+    """Sample one residue per call, with the random numbers that paradec assigns to its position.
+
+    Returns the row and the log-probability of the sampled residues."""
     row, total = list(row), 0.0
     decided = [place for place, token in enumerate(row[1:]) if token != MASK_ID]
     for place in (place for place in order if row[1 + place] == MASK_ID):

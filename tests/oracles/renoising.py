@@ -1,6 +1,7 @@
-"""Uniform diffusion of one row as a plain loop over the module of transformers, without store or batch.
+"""Uniform diffusion of one row as a plain loop over the module of transformers.
 
-All logits are fed back. Random numbers come from `paradec.core.rng`, with the streams that the sampler documents."""
+Self-conditioning feeds back the logits of all positions that the prompt does not fix. Random numbers come from
+`paradec.core.rng`, with the streams that the sampler documents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from paradec.models.cache_argument import cache_keyword
 from paradec.samplers.start import row_keys
 
 Keep = Callable[[Tensor, Tensor, int], Tensor]
+"""(distribution [C, vocabulary], free [C], step) -> the free positions that the step keeps [C], for a canvas of C."""
 
 
 def entropy_bound(bound: float) -> Keep:
@@ -68,9 +70,10 @@ def row(
 ) -> tuple[list[int], list[int]]:
     """Decode one row: fill the holes (-1) of a prompt and add up to `new` tokens.
 
-    keep: selects the positions that a step keeps; the others are noised again. cut: excludes tokens from tempered
-    logits [C, V]. Returns prompt and answer, and the number of steps of each canvas.
-    """
+    keep: selects the positions that keep their token in a step; the other positions get new random tokens.
+    cut: filters tempered logits [canvas length, vocabulary]. stability, confidence: a canvas ends early after this
+    number of unchanged steps, if the mean entropy is below `confidence`. Returns prompt and answer, and the number of
+    steps of each canvas."""
     size, vocab = module.config.canvas_length, module.config.text_config.vocab_size
     keys = torch.as_tensor(row_keys([seed], [prompt]))
     end = len(prompt) + new
@@ -88,11 +91,11 @@ def row(
         cached = cache_keyword(module, DynamicCache(config=module.config.text_config))
         context = torch.tensor([tokens[:start]])
         noisy = torch.where(pinned, fixed, (uniform(positions, 4) * vocab).long())
-        logits, before, num_repeats = None, None, 0
+        logits, previous_best, num_repeats = None, None, 0
         for step in range(1, steps + 1):
             if step == 1:
                 module.model.encoder(input_ids=context, attention_mask=causal(module, start), **cached)
-            # no logits are fed back at prompt positions
+            # no logits are fed back at positions that the prompt fixes
             hook = module.model.decoder.self_conditioning.register_forward_pre_hook(
                 lambda part, args, free=~pinned: (args[0], args[1] * free.unsqueeze(-1))
             )
@@ -104,8 +107,8 @@ def row(
                 decoder_position_ids=positions.unsqueeze(0),
             ).logits[0]
             hook.remove()
-            heat = t_min + (t_max - t_min) * (torch.tensor(steps - step + 1, dtype=torch.int32) / steps)
-            tempered = cut(out / heat)
+            temperature = t_min + (t_max - t_min) * (torch.tensor(steps - step + 1, dtype=torch.int32) / steps)
+            tempered = cut(out / temperature)
             distribution = tempered.double().softmax(-1)
             best = torch.where(pinned, fixed, tempered.argmax(-1))
             selected = keep(distribution, ~pinned, step)
@@ -113,8 +116,9 @@ def row(
             drawn = torch.searchsorted(total, uniform(positions, 0).unsqueeze(-1) * total[:, -1:], right=True)[:, 0]
             noise = (uniform(positions, 5) * vocab).long()
             noisy = torch.where(pinned, fixed, torch.where(selected, drawn, noise))
-            num_repeats = num_repeats + 1 if before is not None and torch.equal(best, before) else 0
-            before, logits, total_steps = best, tempered.to(module.dtype).unsqueeze(0), total_steps + 1
+            is_repeated = previous_best is not None and torch.equal(best, previous_best)
+            num_repeats = num_repeats + 1 if is_repeated else 0
+            previous_best, logits, total_steps = best, tempered.to(module.dtype).unsqueeze(0), total_steps + 1
             mean = torch.special.entr(distribution).sum(-1)[~pinned].mean()
             if stability is not None and num_repeats >= stability and mean < confidence:
                 break
@@ -127,7 +131,7 @@ def row(
 
 
 def causal(module: Any, length: int) -> dict[str, Tensor]:
-    """Attention masks over the prompt for the encoder's two layer types."""
+    """Return attention masks [1, 1, length, length] for the encoder's two types of layers."""
     q, k = torch.arange(length).unsqueeze(1), torch.arange(length)
     window = module.config.text_config.sliding_window
     full = (k <= q)[None, None]

@@ -1,4 +1,4 @@
-"""Log-probabilities of rollouts, with one module call per row and state."""
+"""Log-probabilities of rollouts, with separate module calls for each row and each state of the canvas."""
 
 import math
 
@@ -11,15 +11,13 @@ from paradec.models.adapter import Model
 
 
 def masked_logp(model: Model, rollout: Rollout, shrink: int = 1, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of a masked rollout, with one module call and attention mask per row and step.
-
-    shrink: number of consecutive steps of a block that are replayed in one call."""
+    """Return the log-probabilities of a masked rollout. Each call replays `shrink` consecutive steps of a block."""
     facts, scale = model.facts, rollout.settings.get("guidance_scale", 1.0)
     logp = torch.full(rollout.tokens.shape, math.nan, dtype=torch.float64)
     for row, length in enumerate(rollout.length.tolist()):
         steps, tokens = rollout.step_map[row, :length].tolist(), rollout.tokens[row, :length]
         blocks = [position // facts.block_length if facts.block_length else 0 for position in range(length)]
-        first = list(steps)
+        first = list(steps)  # for each position, the first step of its call
         for block in set(blocks):
             block_steps = sorted({step for step, b in zip(steps, blocks, strict=True) if b == block and step >= 0})
             first = [
@@ -27,8 +25,8 @@ def masked_logp(model: Model, rollout: Rollout, shrink: int = 1, temperature: fl
                 for step, b, unchanged in zip(steps, blocks, first, strict=True)
             ]
         block_ids = torch.tensor(blocks)
-        sees = block_ids[:, None] >= block_ids if facts.block_length else everything(length)
-        mask = sees.view(1, 1, length, length)
+        attention = block_ids[:, None] >= block_ids if facts.block_length else everything(length)
+        mask = attention.view(1, 1, length, length)
         for step in {step for step in first if step >= 0}:
             decided = torch.tensor([-1 <= earlier < step for earlier in first])
             branches = []
@@ -45,28 +43,30 @@ def masked_logp(model: Model, rollout: Rollout, shrink: int = 1, temperature: fl
 
 
 def writes_logp(model: Model, rollout: Rollout, joined: bool) -> Tensor:
-    """Log-probability of every write, given the canvas before its step; with `joined`, before the first write."""
+    """Return the log-probability of every write, given the canvas before its step.
+
+    joined: whether all writes of a row are conditioned on the canvas before the row's first write instead."""
     logp, facts = torch.full((len(rollout.writes),), math.nan, dtype=torch.float64), model.facts
     for row, length in enumerate(rollout.length.tolist()):
         canvas = rollout.tokens[row, :length].masked_fill(rollout.step_map[row, :length] != -1, facts.mask_id)
         block = torch.arange(length) // (facts.block_length or length)
-        sees, writes = block[:, None] >= block, (rollout.writes[:, 0] == row).nonzero().squeeze(1)
+        attention, writes = block[:, None] >= block, (rollout.writes[:, 0] == row).nonzero().squeeze(1)
         logits = None
         for step in sorted({*rollout.writes[writes, 1].tolist()}):
             if logits is None or not joined:
                 with torch.no_grad():
-                    logits = model.module(canvas[None], attention_mask=sees.view(1, 1, length, length)).logits[0]
+                    logits = model.module(canvas[None], attention_mask=attention.view(1, 1, length, length)).logits[0]
                 logits[:, rollout.suppressed[row]] = -math.inf
-            for number in writes[rollout.writes[writes, 1] == step].tolist():
-                position, token = rollout.writes[number, 2:].tolist()
-                if not rollout.writes_logp[number].isnan():
-                    logp[number] = logits[position].log_softmax(-1)[token]
+            for index in writes[rollout.writes[writes, 1] == step].tolist():
+                position, token = rollout.writes[index, 2:].tolist()
+                if not rollout.writes_logp[index].isnan():
+                    logp[index] = logits[position].log_softmax(-1)[token]
                 canvas[position] = token
     return logp
 
 
 def causal_logp(model: Model, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probabilities of a causal rollout, with one module call per row and guidance branch."""
+    """Return a causal rollout's log-probabilities. The guidance branch of a row starts at its last prompt token."""
     logp, scale = torch.full_like(rollout.logp, torch.nan), rollout.settings.get("guidance_scale", 1.0)
     for row, begin in enumerate(rollout.prompt_length.tolist()):
         tokens = rollout.tokens[row, : begin + int(rollout.decided[row].sum())]

@@ -1,4 +1,4 @@
-"""Small checkpoints in published formats: LLaDA and Dream, families of text models, mixtures of experts."""
+"""Small checkpoints in published formats: LLaDA, Dream, SDAR, Fast-dLLM v2, and mixtures of experts."""
 
 import functools
 import json
@@ -84,12 +84,12 @@ def write_checkpoint(folder: Path, config: Any, weights: dict[str, Tensor] | Non
 
 
 def changed(config: dict[str, Any], /, **fields: Any) -> dict[str, Any]:
-    """The config with changed fields. The value `...` removes a field."""
+    """Return the config with changed fields. The value `...` removes a field."""
     return {name: value for name, value in (config | fields).items() if value is not ...}
 
 
 def logits(model: Any, ids: list[int]) -> Tensor:
-    """Logits [L, V] of one row, computed by the loaded module itself."""
+    """Return logits [row length, vocabulary] of one row, computed by the module without paradec's adapter."""
     with torch.inference_mode():
         return model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
@@ -192,7 +192,9 @@ def family_weights(family: str, config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def write_tokenizer(folder: Path, mask: str, states_mask: bool = True) -> None:
-    """Write a checkpoint's tokenizer.json, tokenizer_config.json and chat template. mask: text of the mask token."""
+    """Write a checkpoint's tokenizer.json, tokenizer_config.json and chat template.
+
+    mask: text of the mask token. states_mask: whether tokenizer_config.json names it."""
     words = [mask if word == "mask" else word for word in FAMILY_WORDS]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     table = {
@@ -214,7 +216,9 @@ def write_tokenizer(folder: Path, mask: str, states_mask: bool = True) -> None:
 
 
 def write_family(folder: Path, family: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
-    """Write a checkpoint folder in the published format, with remote code that must not run."""
+    """Write a checkpoint of SDAR or Fast-dLLM v2 in the published format, with remote code that must not run.
+
+    fields: changed fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(changed(CONFIGS[family], **fields)))
     save_file(family_weights(family, CONFIGS[family]) if weights is None else weights, folder / "model.safetensors")
@@ -235,7 +239,7 @@ def moe_forwards(name: str | Path) -> dict[str, Any]:
 
 
 def moe_format(name: str | Path) -> str:
-    """The format of a checkpoint: the name of the packaged checkpoint (`MOE_NAMES`) in the same format."""
+    """Return the name of the packaged checkpoint (in `MOE_NAMES`) that has the format of this checkpoint."""
     kind = read_json_unrecorded(MOE / name / "config.json")["model_type"]
     return {"llada2_moe": "llada2-tiny", "llada": "llada-moe-tiny", "sdar_moe": "sdar-moe-tiny"}[kind]
 
@@ -249,7 +253,7 @@ def moe_facts(name: str | Path) -> dict[str, Any]:
 def golden_moe(
     name: str | Path, dtype: str = "float32", block_length: int | None = None, mask_token_id: int | None = None
 ) -> Model:
-    """A shared model. block_length, mask_token_id: replace the values in `forwards.json`."""
+    """Load a mixture of experts once. block_length, mask_token_id: replace the values in `forwards.json`."""
     return _load_moe(MOE / name, dtype, block_length, mask_token_id)
 
 
@@ -278,6 +282,7 @@ MOE_FIELDS: dict[str, dict[str, Any]] = {
 
 
 def small_config(name: str, **fields: Any) -> dict[str, Any]:
+    """Return the config of a packaged mixture of experts with small sizes and changed fields."""
     config = json.loads((MOE / name / "config.json").read_text())
     config.pop("mask_token_id", None)
     return config | MOE_SIZES | MOE_FIELDS[name] | fields
@@ -321,5 +326,5 @@ def small_weights(name: str, config: dict[str, Any]) -> dict[str, Tensor]:
         key: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64) + ("norm" in key)
         for key, shape in shapes.items()
     }
-    # transformers keeps expert biases in float32 whatever the model's dtype
+    # transformers keeps expert biases in float32 for every dtype of the model
     return {key: value.float() if key.endswith("expert_bias") else value for key, value in weights.items()}

@@ -1,4 +1,4 @@
-"""Helpers of decoding tests: combinations of parameters, supported requests, batches, threads and errors."""
+"""Helpers of decoding tests: parameters, supported requests, streamers, failing models, states, threads and errors."""
 
 import itertools
 import math
@@ -31,7 +31,9 @@ MASKED = [name for name in samplers.names() if samplers.get(name).family == "mas
 
 
 def covering(*parameters: Iterable[Any]) -> list[Any]:
-    """All combinations of several parameters' values. All except a few that cover every value are marked `further`."""
+    """Return all combinations of the values of several parameters, as parameters of a test.
+
+    A few combinations cover every value; the rest is marked `further`."""
     columns = [list(values) for values in parameters]
     default = {tuple(row % len(column) for column in columns) for row in range(max(map(len, columns)))}
     return [
@@ -44,7 +46,7 @@ def covering(*parameters: Iterable[Any]) -> list[Any]:
 
 
 def fits(name: str, model: Model) -> bool:
-    """Whether the model supports the sampler: its topology, mask probes, deletions."""
+    """Return whether the model has the topology, mask probes and deletion token that the sampler needs."""
     needs = getattr(samplers.get(name), "needs", Needs())
     if needs.why_unsupported(model.facts) is not None or needs.moves and model.facts.delete_token_id is None:
         return False
@@ -52,13 +54,13 @@ def fits(name: str, model: Model) -> bool:
 
 
 def topology_of(name: str) -> str:
-    """The topology that a sampler is tested with: bidirectional if the sampler supports it, else its first."""
+    """Return "bidirectional" if the sampler supports it, else the first topology that it supports."""
     topologies = samplers.get(name).needs.topologies
     return "bidirectional" if not topologies or "bidirectional" in topologies else topologies[0]
 
 
 def facts_of(name: str, block_length: int) -> dict[str, object]:
-    """Arguments of `paradec.wrap` for a model that the sampler supports."""
+    """Return arguments of `paradec.wrap` for a model that the sampler supports."""
     topology = topology_of(name)
     if topology == "bidirectional":
         return {}
@@ -66,7 +68,7 @@ def facts_of(name: str, block_length: int) -> dict[str, object]:
 
 
 def supported_fields(sampler: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The request without the fields that the sampler (an object or a name) does not support."""
+    """Return the request without the fields that the sampler does not support. sampler: an object or a name."""
     method = samplers.create(sampler) if isinstance(sampler, str) else sampler
     return {key: value for key, value in request.items() if key not in method.unsupported}
 
@@ -75,8 +77,9 @@ INF = math.inf
 
 
 def view_from_scores(scores: Tensor) -> View:
-    """A view of scores [R, W]; positions above -inf are the candidates. Fields for memory, schedule and draws are
-    None."""
+    """Return a view of scores [rows, positions], in which positions above -inf are the candidates.
+
+    Fields for memory, schedules and random numbers are None."""
     rows, width = scores.shape
     used_fields = {
         "scores": scores,
@@ -90,7 +93,7 @@ def view_from_scores(scores: Tensor) -> View:
 
 
 def read_last_writes(output: Any, mask: int = MASK) -> list[dict[int, tuple[int, int]]]:
-    """By row: position -> (token, step) of the last write in the trace, without positions that were remasked."""
+    """Return, for each row, position -> (token, step) of the last write in the trace, without remasked positions."""
     last_writes: list[dict[int, tuple[int, int]]] = [{} for _ in output.trace.canvas]
     steps = [0] * len(last_writes)
     for step in output.trace.steps:
@@ -111,7 +114,7 @@ def assert_same(a: Rollout, b: Rollout) -> None:
 
 
 def assert_replayed(model: Model, rollout: Rollout, atol: float = 1e-10, **how: Any) -> None:
-    """Assert that `paradec.replay` computes the recorded log-probabilities."""
+    """Assert that `paradec.replay` with the options `how` computes the recorded log-probabilities."""
     with torch.no_grad():
         replayed = paradec.replay(model, rollout, **how).double()
     torch.testing.assert_close(replayed, rollout.logp, equal_nan=True, rtol=0, atol=atol)
@@ -169,7 +172,9 @@ class TensorRecorder:
 
 
 class Failing:
-    """A model that returns NaN for rows with `token`. With `error`, such a row, or the call after `calls`, raises."""
+    """A model that returns NaN for rows that contain `token`.
+
+    If `error` is set, it is raised instead, and also in the call after the first `calls` calls."""
 
     def __init__(self, model: Model, token: int = -1, calls: int = -1, error: BaseException | None = None):
         self.model, self.token, self.calls_left, self.error = model, token, calls, error
@@ -210,14 +215,16 @@ def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def state_values(state: Any) -> dict[str, Any]:
-    """The mutable fields of a state, except stores (calls write into them) and cached properties."""
-    fixed = {"request", "facts", "store", "after"}
-    fixed |= {name for name in vars(state) if isinstance(getattr(type(state), name, None), cached_property)}
-    return {name: value for name, value in vars(state).items() if name not in fixed}
+    """Return the fields of a state that only a commit changes.
+
+    Stores are excluded, because model calls write into them, as are constant fields and cached properties."""
+    excluded = {"request", "facts", "store", "after"}
+    excluded |= {name for name in vars(state) if isinstance(getattr(type(state), name, None), cached_property)}
+    return {name: value for name, value in vars(state).items() if name not in excluded}
 
 
 def same_values(a: Any, b: Any) -> bool:
-    """Whether two values are equal, nested tensors, arrays and generators included."""
+    """Return whether two values, which may contain tensors, arrays and generators, are equal."""
     if isinstance(a, Tensor):
         return torch.equal(a, b)
     if isinstance(a, np.ndarray):
@@ -255,7 +262,7 @@ def run_in_threads(*functions: Callable[[], Any]) -> list[Any]:
 
 
 def refuses(call: Callable[[], Any], message: str, error: Any = ValueError) -> str:
-    """Assert that the call raises `error` with a text that matches `message`; return the text."""
+    """Assert that the call raises `error` with a text that matches the pattern `message`; return the text."""
     with pytest.raises(error, match=message) as raised:
         call()
     return str(raised.value)

@@ -1,4 +1,4 @@
-"""Drafters in EAGLE's format, models with known distributions, and tests of the sampled distributions."""
+"""Drafters in EAGLE's format, models with known distributions, and p-values of sampled answers."""
 
 import itertools
 import json
@@ -61,7 +61,7 @@ def random_weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, T
 
 
 def write_drafter(folder: Path, config: Any, weights: dict[str, Tensor], file: str = "model.safetensors") -> Path:
-    """Write config.json and the weights of a drafter; the weights as a pickle if `file` is no safetensors file."""
+    """Write config.json and the weights of a drafter. If `file` is not a safetensors file, the weights are pickled."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):
@@ -72,7 +72,7 @@ def write_drafter(folder: Path, config: Any, weights: dict[str, Tensor], file: s
 
 
 def decode_answers(sampler: Any, model: Any, prompt: Any, **request: Any) -> tuple[list[list[int]], CausalState]:
-    """The new tokens of each row, and the final state."""
+    """Decode a prompt; return the new tokens of each row, and the final state."""
     state = sampler.start(model, prompt, **request)
     decode(sampler, model, state)
     spans = zip(state.canvas.tolist(), state.prompt_length, state.end, strict=True)
@@ -83,7 +83,9 @@ ROWS, NEW = 2000, 3
 
 
 def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
-    """P-values of the answers to two prompts in one batch, against the probabilities of all possible answers."""
+    """Sample `ROWS` answers to each of two prompts in one batch; return the p-value of each prompt's answers.
+
+    The expected probabilities come from the base model, for all answers of `NEW` tokens."""
     guided = request.get("guidance_scale", 1) != 1
     rows = [PROMPTS[:2][i % 2] for i in range(2 * ROWS)]
     if guided:
@@ -127,7 +129,9 @@ class RecordingModel:
 def drafts_after(
     drafter: Any, base: Model, ids: Tensor, case: dict[str, Any], window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Drafts [n] and their q [n, V] after the token at `anchor`. window: set for drafters that draft token by token."""
+    """Return the drafts [n] after the token at the case's `anchor`, and their distributions q [n, vocabulary].
+
+    window: needed by drafters that draft token by token; other drafters fix it by their number of slots."""
     settings = {} if window is None else {"window": window}
     anchor, sampler = case["anchor"], paradec.samplers.create("speculative", drafter=drafter, **settings)
     width = window or drafter.slots
@@ -149,7 +153,8 @@ def drafts_after(
 def pair_p_value(
     drafter: Any, base: Model, rows: int, allowed_ids: Sequence[int] = (1, 7, 20, 33, 45, 60), **request: Any
 ) -> float:
-    """P-value of tokens 2 and 3 of the answers, against the model's distribution over the six allowed tokens."""
+    """Return the p-value of the second and third token of sampled answers, under the base model's distribution over
+    six allowed tokens."""
     prompt = [3, 14, 15]
     request = {"temperature": 1.0, **request, "suppress_tokens": [i for i in range(64) if i not in allowed_ids]}
     sampler = paradec.samplers.create("speculative", drafter=drafter)

@@ -1,4 +1,4 @@
-"""Inference engines that decode blocks with our algorithms: a minimal engine, and SGLang's loop."""
+"""Inference engines that decode blocks with paradec's samplers: a minimal engine, and SGLang's loop."""
 
 import random
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from paradec.models.adapter import Model
 
 
 def block_logits(model: Model, ids: list[int], start: int) -> Tensor:
-    """Logits [W, V] that predict the tokens of `ids` from index `start` on."""
+    """Return logits [len(ids) - start, vocabulary] that predict the tokens of `ids` from index `start` on."""
     tokens = torch.tensor([ids])
     logits = model(Query(rows=np.zeros(1, np.int64), tokens=tokens, positions=torch.arange(len(ids)).unsqueeze(0)))[0]
     return logits[(torch.arange(start, len(ids)) - model.facts.shift).clamp(min=0)]
 
 
 class HostEngine:
-    """Requests over a model. The engine has a copy of their final ids, which grows by whole blocks."""
+    """A minimal engine that calls the model and holds the final ids of each request, which grow by blocks."""
 
     def __init__(self, model: Model, hosted: Any):
         self.model, self.hosted = model, hosted
@@ -40,7 +40,7 @@ class HostEngine:
         logits = {}
         for key in keys:
             start, window = self.hosted.window(key)
-            assert start == len(self.ids[key]), "a window begins where the last one ended"
+            assert start == len(self.ids[key]), "the window does not begin where the last window ended"
             logits[key] = block_logits(self.model, self.ids[key] + window.tolist(), start)
             self.calls += 1
         done = self.hosted.step(logits)
@@ -54,8 +54,8 @@ BLOCK = 4
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A sampler under test. why: what the case covers. config: the engine's configuration."""
+class EngineSampler:
+    """A sampler under test. why: what the case covers. config: settings of the algorithm in the engine."""
 
     why: str
     make: Callable[[], Any]
@@ -63,14 +63,16 @@ class Rule:
 
 
 EDITS = {"threshold": 0.5, "editing_threshold": 0.2, "max_post_steps": 3}
-RULES = {
-    "ParadecThreshold": Rule("none", lambda: samplers.create("threshold", threshold=0.5), {"threshold": 0.5}),
-    "ParadecEntropyBound": Rule("several positions at once", lambda: samplers.create("entropy_bound")),
-    "ParadecCredit": Rule("remembers within a block", lambda: samplers.create("credit")),
-    "ParadecSaber": Rule("remembers from block to block, takes back", lambda: samplers.create("saber")),
-    "ParadecEditing": Rule("edits", lambda: samplers.create("editing", **EDITS), EDITS),
-    "ParadecLowConfidence": Rule("has a schedule", lambda: samplers.create("low_confidence"), {"steps": 2}),
-    "ParadecCombination": Rule(
+ENGINE_SAMPLERS = {
+    "ParadecThreshold": EngineSampler(
+        "no memory", lambda: samplers.create("threshold", threshold=0.5), {"threshold": 0.5}
+    ),
+    "ParadecEntropyBound": EngineSampler("several positions at once", lambda: samplers.create("entropy_bound")),
+    "ParadecCredit": EngineSampler("remembers within a block", lambda: samplers.create("credit")),
+    "ParadecSaber": EngineSampler("remembers from block to block, remasks", lambda: samplers.create("saber")),
+    "ParadecEditing": EngineSampler("edits", lambda: samplers.create("editing", **EDITS), EDITS),
+    "ParadecLowConfidence": EngineSampler("has a schedule", lambda: samplers.create("low_confidence"), {"steps": 2}),
+    "ParadecCombination": EngineSampler(
         "two rules", lambda: samplers.create("credit+localleap"), {"combination": "credit+localleap"}
     ),
 }
@@ -99,7 +101,7 @@ def forward_batch(
 
 
 class Requests:
-    """Requests decoded in rounds of one forward (asynchronous) or of one block (synchronous loop)."""
+    """Requests of SGLang's loop. A round of the asynchronous loop is one forward, of the synchronous loop one block."""
 
     def __init__(self, model: Model, prompts: dict[str, list[int]], blocks: int):
         self.model, self.blocks, self.prompts = model, blocks, prompts
@@ -108,10 +110,10 @@ class Requests:
         self.states: dict[str, Any] = dict.fromkeys(prompts)
         self.forwards = dict.fromkeys(prompts, 0)
         self.canvases: dict[str, list[list[int]]] = {name: [] for name in prompts}
-        """By request: the ids up to and including the open block, after each step that changed them."""
+        """Request -> its ids up to the end of the open block, after each step that changed them."""
 
     def logits(self, batch: Any) -> Tensor:
-        """Logits [B * W, V] of a batch. Also records the canvas, which holds the last step's writes."""
+        """Return logits [batch * block length, vocabulary]. Also records the ids, which the last step has changed."""
         batch_logits = []
         for name, row in zip(batch.rids, batch.input_ids.view(batch.batch_size, -1).tolist(), strict=True):
             self.record_canvas(name, self.ids[name] + row)
@@ -142,10 +144,12 @@ class Requests:
                     self.incomplete[name], self.states[name] = row, states[index]
 
 
-def check_rule(name: str, algorithm: Any, runner: Callable[[Any], Any], model: Model, fdfo: bool) -> None:
-    """Check the tokens after every step against `paradec.generate`. fdfo: asynchronous; then also check the number
-    of forwards, one more for each stored block."""
-    rule, draw, blocks = RULES[name], random.Random(f"{name} {fdfo}"), 3
+def check_sampler(name: str, algorithm: Any, runner: Callable[[Any], Any], model: Model, fdfo: bool) -> None:
+    """Assert that the tokens after every step equal those of `paradec.generate`.
+
+    fdfo: whether the loop is asynchronous (first done, first out). Then the number of forwards is checked too: it has
+    one more for each stored block."""
+    rule, draw, blocks = ENGINE_SAMPLERS[name], random.Random(f"{name} {fdfo}"), 3
     prompts = {key: [draw.randrange(36) for _ in range(length)] for key, length in {"a": 3, "b": 6, "c": 4}.items()}
     requests = Requests(model, prompts, blocks)
     requests.decode(algorithm, runner, draw)

@@ -115,7 +115,7 @@ def decode_briefly(model: Any, kind: str, seed: int = 0, **request: Any) -> Tens
         arguments = {"sampler": "jacobi", "temperature": 0.7, "seed": seed}
         if kind == PROTEIN:
             arguments |= {"sampler": "random", "steps": 4}
-        return paradec.generate(model, designs(model), **(arguments | request)).sequences
+        return paradec.generate(model, protein_prompts(model), **(arguments | request)).sequences
     arguments = {"max_new_tokens": 8, "temperature": 0.7, "seed": seed, "eos_early_stop": False}
     if model.facts.topology == "causal":
         arguments |= {"sampler": paradec.samplers.create("sjd", window=4)}
@@ -124,7 +124,7 @@ def decode_briefly(model: Any, kind: str, seed: int = 0, **request: Any) -> Tens
     return paradec.generate(model, ROWS, **(arguments | request)).new_tokens
 
 
-def designs(model: Any) -> list[list[int]]:
+def protein_prompts(model: Any) -> list[list[int]]:
     return [model.prompt(0, fixed=[2, 3]), model.prompt(1)]
 
 

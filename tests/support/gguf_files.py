@@ -44,23 +44,23 @@ def architecture_of(config: Mapping[str, Any]) -> str:
 
 
 def interleave(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a head: [2, d / 2] -> [d / 2, 2]."""
+    """Reorder the rows of each head of width d from [2, d / 2] to [d / 2, 2]."""
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def separate(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of `interleave`."""
+    """Undo `interleave`."""
     return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def pack(weight: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
-    """Quantize a matrix; for types that the package cannot write, return groups of small random numbers."""
+    """Quantize a matrix. For types that the package `gguf` cannot write, return groups of small random numbers."""
     try:
         return quantize(weight.numpy(), kind)
     except NotImplementedError:
         group, size = GGML_QUANT_SIZES[kind]
         groups = np.random.default_rng(weight.numel()).integers(0, 256, (weight.numel() // group, size), np.uint8)
-        if kind == GGMLQuantizationType.Q4_K:  # scale and minimum
+        if kind == GGMLQuantizationType.Q4_K:  # the first four bytes are scale and minimum
             groups[:, :4] = np.frombuffer(np.float16([0.0004, 0.003]).tobytes(), np.uint8)
         else:
             assert kind == GGMLQuantizationType.Q6_K
@@ -69,7 +69,7 @@ def pack(weight: Tensor, kind: GGMLQuantizationType) -> np.ndarray:
 
 
 def add_tokenizer(writer: GGUFWriter, tokenizer: Any, size: int, pre: str) -> None:
-    """Write the tokenizer's fields. size: entries of the vocabulary, unused ones included."""
+    """Write the tokenizer's fields. size: entries of the vocabulary, including unused entries. pre: pre-tokenizer."""
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     added = {entry["id"]: entry for entry in content["added_tokens"]}
     names = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -93,10 +93,10 @@ def write_gguf(
     extra: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> dict[str, Tensor]:
-    """Write the checkpoint of a folder as GGUF. Returns the dequantized weights under the checkpoint's names.
+    """Write the checkpoint of a folder as GGUF; return the dequantized weights under the checkpoint's names.
 
-    kind: type of all matrices except routers. extra: further header fields (arrays: further tensors).
-    changes: changed fields of config.json."""
+    kind: quantization type of all matrices except routers. extra: additional header fields; arrays become additional
+    tensors. changes: changed fields of config.json."""
     config = json.loads((folder / "config.json").read_text()) | changes
     rope = config.get("rope_parameters") or {}
     config |= {"rope_theta": config.get("rope_theta", rope.get("rope_theta"))}
@@ -121,19 +121,19 @@ def write_gguf(
     stored: dict[str, Tensor] = {}
     stacks: dict[str, list[Any]] = {}
 
-    def add(names: list[str], weight: Tensor, rows: int = 0) -> None:
-        """Add one tensor. names: several for stacked experts. rows: number of heads to interleave, 0 for none."""
+    def add(names: list[str], weight: Tensor, heads: int = 0) -> None:
+        """Add one tensor. names: one, or one per stacked expert. heads: number of heads to interleave, 0 for none."""
         general = re.sub(r"experts\.\d+", "experts", names[0])
         name = name_map.get_name(general, (".weight", ".bias"))
         assert name is not None, general
-        weight = interleave(weight, rows) if rows else weight
+        weight = interleave(weight, heads) if heads else weight
         if weight.ndim > 1 and kind != "F32" and "ffn_gate_inp" not in name:
             packed = pack(weight, GGMLQuantizationType[kind])
             writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType[kind])
             weight = torch.from_numpy(dequantize(packed, GGMLQuantizationType[kind]).reshape(weight.shape))
         else:
             writer.add_tensor(name, weight.numpy())
-        weight = separate(weight, rows) if rows else weight
+        weight = separate(weight, heads) if heads else weight
         stored.update(zip(names, weight if len(names) > 1 else [weight], strict=True))
 
     for name, weight in load_file(folder / "model.safetensors").items():

@@ -40,7 +40,7 @@ from paradec.models.images.vq import KLDecoder, VQConfig, VQModel
 CODES = 32
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT |= {"max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-TEXT["initializer_range"] = 0.5  # type: ignore[assignment]  # the default scale makes all distributions alike
+TEXT["initializer_range"] = 0.5  # type: ignore[assignment]  # with the default all distributions are nearly uniform
 VQ_SIZES = {"channels": 8, "channel_mult": (1, 2), "res_blocks": 1, "norm_groups": 4}
 TINY_VQ = VQConfig(**VQ_SIZES, codebook_size=CODES, codebook_embed_dim=4, z_channels=8)
 LLAMAGEN = {"dim": 48, "n_layer": 2, "n_head": 4, "vocab_size": CODES, "num_classes": 10}
@@ -48,7 +48,7 @@ CAPTIONED = {"caption_dim": 16, "caption_length": 6}
 
 
 def randomize(module: nn.Module, std: float, vectors: bool = True) -> Any:
-    """Fill the module, in float64, with random weights. vectors: also fill weights with one dimension."""
+    """Convert the module to float64 and fill it with random weights. vectors: also fill weights of one dimension."""
     for parameter in module.double().parameters():
         if vectors or parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=std)
@@ -98,7 +98,7 @@ def tiny_emu3() -> Emu3Model:
 def tiny_chameleon(layout: ChameleonLayout, vq: bool = True) -> ChameleonModel:
     letters = {str(digit): chr(ord("A") + digit) for digit in range(10)}
     vocabulary = {"<image>": 3}
-    # codes and ids are ordered differently, so that the map matters
+    # ids are not in the order of the codes, so that tests notice a wrong map
     vocabulary |= {f"IMGIMG{''.join(letters[d] for d in str(c))}Z": 4 + (c * 5 + 3) % CODES for c in range(CODES)}
     sizes = {
         "embed_dim": 4, "num_embeddings": CODES, "latent_channels": 8, "resolution": 16, "base_channels": 32,
@@ -138,7 +138,7 @@ def tiny_uvit() -> UViTModel:
 
 
 def random_uvit(depth: int = 2, seed: int = 0) -> UViTModel:
-    """4 x 4 cells of 12 codes, five classes. Its distributions are far from uniform."""
+    """A U-ViT for 4 x 4 cells of 12 codes and five classes, with distributions that are far from uniform."""
     torch.manual_seed(seed)
     return UViTModel(randomize(UViT(size=4, codebook_size=12, classes=5, width=16, depth=depth, heads=2), 0.3))
 
@@ -158,7 +158,7 @@ def tiny_mar() -> MARModel:
 
 
 def random_mar(seed: int = 0, noise: float = 0.0, **sizes: int) -> MARModel:
-    """A MAR without a decoder, whose head changes its input little. noise: standard deviation added to weights."""
+    """A MAR without a decoder, whose head changes its input little. noise: its standard deviation, on all weights."""
     torch.manual_seed(seed)
     module = randomize(MAR(**MAR_SIZES | {"depth": 1, "head_depth": 1, "head_width": 16} | sizes), 0.3)
     torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
@@ -194,7 +194,7 @@ def tiny_var(
 
 
 def tiny_lpd() -> LPDModel:
-    """4 x 4 cells of 32 codes, five classes."""
+    """An LPD for 4 x 4 cells of 32 codes and five classes."""
     torch.manual_seed(0)
     module = randomize(LPD(LPDConfig(dim=16, n_layer=2, n_head=2, grid=4, vocab_size=CODES, num_classes=5)), 0.3)
     return LPDModel(module.requires_grad_(False), tiny_vq())
@@ -211,7 +211,7 @@ def tiny_var_student(teacher: VARModel | None = None, **stages: int) -> Distille
 def tiny_glm_image() -> GlmImageModel:
     source = GOLDEN / "images-autumn" / "glm_image" / "model"
     module = GlmImageForConditionalGeneration.from_pretrained(source, dtype=torch.float64)
-    module.config.text_config.max_position_embeddings = 2048  # room for the default image size
+    module.config.text_config.max_position_embeddings = 2048  # enough for the default image size
     return GlmImageModel(module)
 
 
@@ -233,11 +233,11 @@ FAMILIES = {
     "glm_image": tiny_glm_image, "uvit": tiny_uvit, "masked image": tiny_masked_image, "mar": tiny_mar, "var": tiny_var,
     "lpd": tiny_lpd, "distilled var": tiny_var_student, "diffusion": tiny_diffusion,
 }  # fmt: skip
-"""Every adapter of an image model."""
+"""A maker of a small model for every adapter of image models."""
 
 
 def greedy(request: ImageRequest, grid: Grid, scale: float) -> Tensor:
-    """Decode greedily token by token, without a cache: [B, grid.length] int64. scale: guidance scale."""
+    """Decode greedily token by token, without a KV cache: [batch, grid.length] int64. scale: guidance scale."""
     model, answers = request.model, []
     allowed = grid.allowed(model.facts.vocab_size)
     for row, prompts in enumerate(zip(request.prompts.rows, request.unconditional.rows, strict=True)):
@@ -252,28 +252,28 @@ def greedy(request: ImageRequest, grid: Grid, scale: float) -> Tensor:
 
 
 def last_logits(model: object, row: int, tokens: list[int], branch: int = 0) -> Tensor:
-    """Logits [V] of the next token in one guidance branch of a request's row."""
+    """Return logits [vocabulary] of the next token of a row. branch: 0 with, 1 without the condition."""
     ids = torch.tensor([tokens])
     positions = torch.arange(ids.shape[1]).unsqueeze(0)
     if branch == 0:
         return model(Query(rows=np.array([row]), tokens=ids, positions=positions))[0, -1]
-    # the guidance branch is the second half of a call; the first half is ignored
+    # a call evaluates both branches, in its two halves; only the second half is used
     query = Query(rows=np.array([row]), tokens=ids.repeat(2, 1), positions=positions.repeat(2, 1), branches=2)
     return model(query)[1, -1]
 
 
 ANOLE = ChameleonLayout(start=40, end=41, side=3)
 LUMINA = ChameleonLayout(start=40, end=41, side=2, row_end=42, end_of_text=2, first_size=50)
-"""Lumina-mGPT's layout, with size tokens: 32 pixels are 4 tokens of the tiny model."""
+"""Lumina-mGPT's layout, which has tokens for the image's size. 32 pixels are 4 tokens of the tiny model."""
 CAPTIONS = [torch.linspace(-1, 1, length * 16).view(length, 16) for length in (5, 2)]
-EMU3 = {"prompts": [[1, 12, 13, 9], [1, 11, 9]], "negative_prompt": [[1, 9]], "height": 24, "width": 32}
-SIZED = {"prompts": [[1, 45, 2, 40, 51, 52], [1, 2, 40, 51, 52]], "height": 32, "width": 64}
+EMU3_REQUEST = {"prompts": [[1, 12, 13, 9], [1, 11, 9]], "negative_prompt": [[1, 9]], "height": 24, "width": 32}
+LUMINA_REQUEST = {"prompts": [[1, 45, 2, 40, 51, 52], [1, 2, 40, 51, 52]], "height": 32, "width": 64}
 IMAGE_MODELS: dict[str, tuple[Callable[[], ImageModel], dict[str, Any]]] = {
     "llamagen-c2i": (tiny_llamagen, {"class_labels": [3, 9]}),
     "llamagen-t2i": (lambda: tiny_llamagen("t2i"), {"prompts": CAPTIONS}),
-    "emu3": (tiny_emu3, EMU3),
+    "emu3": (tiny_emu3, EMU3_REQUEST),
     "anole": (lambda: tiny_chameleon(ANOLE), {"prompts": [[1, 45, 46, 40], [1, 40]]}),
-    "lumina-mgpt": (lambda: tiny_chameleon(LUMINA), SIZED),
+    "lumina-mgpt": (lambda: tiny_chameleon(LUMINA), LUMINA_REQUEST),
     "janus": (tiny_janus, {"prompts": [[1, 20, 21, 9], [1, 30, 9]]}),
 }
 

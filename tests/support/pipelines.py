@@ -1,4 +1,4 @@
-"""Small pipelines and transformers of diffusers, and runs of them."""
+"""Small pipelines and transformers of diffusers, and functions that run them."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ FACTS = json.loads((TRACES / "golden_latents.json").read_text())
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """The identity of every attribute of a module and its submodules, to detect changes."""
+    """Return the `id` of every attribute of a module and its submodules, to detect changes."""
     return {name: {key: id(value) for key, value in vars(child).items()} for name, child in module.named_modules()}
 
 
@@ -54,15 +54,16 @@ def dit_pipeline(facts: dict[str, Any] = FACTS, weights: Path = TRACES / "golden
 
 
 def run_dit(pipe: DiTPipeline, steps: int = 20, **options: Any) -> Tensor:
-    fed: list[Tensor] = []
+    """Run the pipeline, and return the latent that the VAE gets, multiplied by the scaling factor."""
+    latents: list[Tensor] = []
     decode = pipe.vae.decode
-    pipe.vae.decode = lambda latent: fed.append(latent * pipe.vae.config.scaling_factor) or decode(latent)
+    pipe.vae.decode = lambda latent: latents.append(latent * pipe.vae.config.scaling_factor) or decode(latent)
     try:
         call = {"class_labels": [1, 2], "guidance_scale": 4.0, "num_inference_steps": steps, "output_type": "np"}
         pipe(**call | {"generator": torch.Generator("cpu").manual_seed(42)} | options)
     finally:
         del pipe.vae.decode
-    return fed[0]
+    return latents[0]
 
 
 def flux_pipeline(
@@ -157,7 +158,7 @@ def _qwen_image() -> tuple[nn.Module, dict[str, Any]]:
     )  # fmt: skip
     return module, {
         "hidden_states": torch.randn(1, 16, 16),
-        "encoder_hidden_states": torch.randn(1, 16, 16),  # as long as the image: shapes do not tell the streams apart
+        "encoder_hidden_states": torch.randn(1, 16, 16),  # as long as the image, so that shapes do not identify it
         "encoder_hidden_states_mask": torch.ones(1, 16, dtype=torch.long),
         "img_shapes": [(1, 4, 4)],
     }
@@ -185,7 +186,7 @@ TRANSFORMERS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
 
 
 def tiny_transformer(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
-    """A transformer with random nonzero weights, and the inputs of one call without the timestep."""
+    """Return a transformer with random nonzero weights, and the inputs of one call except the timestep."""
     torch.manual_seed(seed)
     module, inputs = TRANSFORMERS[name]()
     for parameter in module.parameters():
@@ -195,7 +196,9 @@ def tiny_transformer(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any
 
 
 def denoise(module: nn.Module, inputs: dict[str, Any], steps: int = 12, calls: int = 1) -> Tensor:
-    """Denoise with Euler steps; return the final latent. calls: calls per step; all after the first negate the text."""
+    """Denoise with Euler steps; return the final latent.
+
+    calls: number of calls per step, whose outputs are averaged. Calls after the first get a negated text embedding."""
     latent = inputs["hidden_states"].clone()
     with torch.no_grad():
         for i in range(steps):
@@ -215,7 +218,7 @@ def denoise(module: nn.Module, inputs: dict[str, Any], steps: int = 12, calls: i
 
 
 def check_bound(pipe: Any, sampler: paradec.Forecast, size: int, run: Callable[[], Any]) -> None:
-    """Assert that `max_memory=size` is enough for a run, and one byte less raises an error."""
+    """Assert that `max_memory=size` is enough for a run, and that one byte less raises an error."""
     with paradec.accelerate(pipe, dataclasses.replace(sampler, max_memory=size)) as session:
         run()
         assert session.report().bytes == size
@@ -247,7 +250,7 @@ def run_wan(pipe: Any, steps: int = 12, **options: Any) -> Tensor:
 
 
 def glm_image_pipeline(folder: Path) -> Any:
-    """A GlmImagePipeline with the recorded prior and DiT of this folder, and a tokenizer of a few words."""
+    """Return a GlmImagePipeline with the prior and DiT of the recording in `folder`, and a tokenizer of a few words."""
     from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import (
@@ -279,7 +282,8 @@ def glm_image_pipeline(folder: Path) -> Any:
     image_processor = GlmImageImageProcessorPil(patch_size=16, merge_size=1, temporal_patch_size=1)
     processor = GlmImageProcessor(image_processor, tokenizer, chat_template=template)
 
-    def target_shape(height: int, width: int) -> tuple[int, int, int, int]:  # a preview of about 16 cells, not 256
+    def target_shape(height: int, width: int) -> tuple[int, int, int, int]:
+        # the preview has about 16 cells instead of 256
         rows, columns = height // 32, width // 32
         return rows, columns, int((rows / columns) ** 0.5 * 4), int((columns / rows) ** 0.5 * 4)
 
@@ -306,7 +310,7 @@ def glm_image_pipeline(folder: Path) -> Any:
 
 
 class LoopPipeline(DiffusionPipeline):
-    """A pipeline for any of the transformers: flow-matching Euler steps, callbacks, several calls per step."""
+    """A pipeline for the transformers in `TRANSFORMERS`, with callbacks, and one or more calls per step."""
 
     def __init__(self, transformer: Any, scheduler: Any):
         super().__init__()
@@ -345,7 +349,7 @@ BLOCK = 4
 
 
 class BlockCausal(BlockCausalModule):
-    """A block-causal Llama, with LLaDA2's interface, that counts its calls."""
+    """A block-causal Llama with LLaDA2's interface. It counts its calls."""
 
     calls = 0
 

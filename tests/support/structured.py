@@ -1,4 +1,4 @@
-"""Recorded cases of constrained decoding, with small vocabularies and models that are tables of numbers."""
+"""Recorded cases of constrained decoding, their table models, and distributions under a constraint by enumeration."""
 
 import collections
 import dataclasses
@@ -24,7 +24,7 @@ from paradec.models.adapter import Model
 
 CASES: dict[str, dict[str, Any]] = {path.stem: read_json(path) for path in sorted(golden("structured").glob("*.json"))}
 SETTINGS = {path.stem: read_json_unrecorded(path) for path in sorted(golden("structured").glob("*.json"))}
-"""The same cases, to choose those to replay: fields read here do not count as read."""
+"""The same cases for choosing which to replay: reads of their fields are not recorded."""
 Canvas = list[int | None]
 
 
@@ -43,12 +43,12 @@ def nested_arrays(depth: int, **limits: int) -> dict[str, Any]:
 
 
 def case_names(*kinds: str) -> list[str]:
-    """Names of the cases of these kinds."""
+    """Return the names of the cases of these kinds."""
     return [name for name, case in SETTINGS.items() if case["kind"] in kinds]
 
 
 def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:
-    """A tokenizer in which `vocab` lists the text of each id, followed by a mask token and a prompt token."""
+    """Return a tokenizer whose ids have the texts `vocab`, followed by a mask token and a prompt token."""
     words = {text: token for token, text in enumerate([*vocab, "<mask>", "<prompt>"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<prompt>"))
     tokenizer.decoder = decoders.Fuse()
@@ -57,7 +57,9 @@ def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:
 
 
 def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | None = None) -> TokenAutomaton:
-    """The token automaton of a case. regex, ends: replace the case's constraint, and whether it has an end token."""
+    """Return the token automaton of a case.
+
+    regex: replaces the case's constraint. ends: replaces the field that says whether texts may have end tokens."""
     vocab, end = case["vocab"], case["end"]
     value = constraint_of("constraint", case["constraint"] if regex is None else {"regex": regex})
     ids = (end,) if (case["ends"] if ends is None else ends) else ()
@@ -65,9 +67,10 @@ def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | No
 
 
 class Table(nn.Module):
-    """A bidirectional model from tables: logits are `bias` plus one row of `pair` for each decided position.
+    """A bidirectional model from tables, for one prompt token and n slots with V tokens.
 
-    bias: [n, V]. pair: [n, n, V, V]. extra: number of mask and prompt tokens. Each row begins with a prompt token."""
+    Logits are bias [n, V] plus, for each other decided slot, a vector of pair [n, n, V, V], which is indexed by
+    (slot, decided slot, decided token). extra: number of ids after the V tokens, for mask and prompt."""
 
     def __init__(self, bias: Any, pair: Any, extra: int = 2):
         super().__init__()
@@ -76,11 +79,11 @@ class Table(nn.Module):
         self.config = SimpleNamespace(vocab_size=self.bias.shape[1] + extra, max_position_embeddings=64)
 
     def of(self, canvas: Canvas) -> Tensor:
-        """Logits [n, V] for a canvas."""
+        """Return logits [n, V] for a canvas."""
         logits = self.bias.clone()
         for position, token in enumerate(canvas):
             if token is not None:
-                unchanged = logits[position].clone()  # a position does not see itself
+                unchanged = logits[position].clone()  # a slot's own token does not change its logits
                 logits += self.pair[:, position, token]
                 logits[position] = unchanged
         return logits
@@ -96,7 +99,7 @@ class Table(nn.Module):
 
 
 class CausalTable(Table):
-    """A causal table model: a position sees the positions to its left; row i of the logits predicts token i + 1."""
+    """A causal table model: logits depend only on earlier slots, and logits at position i predict token i + 1."""
 
     def forward(self, ids: Tensor) -> Tensor:
         size = self.bias.shape[1]
@@ -111,7 +114,7 @@ class CausalTable(Table):
 
 
 def causal_model_of(case: dict[str, Any], noise: float = 0.0) -> Model:
-    """The causal model of a case. noise: standard deviation of the noise added to its biases."""
+    """Return the causal model of a case. noise: standard deviation of the noise added to its biases."""
     vocab, module = case["vocab"], CausalTable(**case["model"])
     module.bias += noise * torch.randn(module.bias.shape, generator=torch.Generator().manual_seed(0))
     facts = {"eos_token_id": case["end"], "tokenizer": tokenizer_of(vocab, case["end"])}
@@ -132,14 +135,14 @@ def accepts(automaton: TokenAutomaton, text: Any, state: int = 0) -> bool:
 
 def texts_of(automaton: TokenAutomaton, canvas: Canvas) -> Iterator[tuple[int, ...]]:
     """Yield all token sequences that the automaton accepts and that agree with a canvas, in order."""
-    everything = sorted(automaton.runs.tokens.tolist())
-    for text in itertools.product(*(everything if token is None else [token] for token in canvas)):
+    all_tokens = sorted(automaton.runs.tokens.tolist())
+    for text in itertools.product(*(all_tokens if token is None else [token] for token in canvas)):
         if accepts(automaton, text):
             yield text
 
 
 def texts_behind_a_marker(case: dict[str, Any]) -> list[tuple[int, ...]]:
-    """All allowed sequences of a case with one-letter tokens, found from its regex, marker and thinking budget."""
+    """Return all allowed token sequences of a case with a regex, marker and thinking budget. Tokens are letters."""
     pattern, after, end = case["constraint"]["regex"], case["constraint"]["after"], case["end"]
     budget = case["constraint"].get("thinking_budget")
     texts = []
@@ -155,8 +158,9 @@ def texts_behind_a_marker(case: dict[str, Any]) -> list[tuple[int, ...]]:
 
 
 def distribution(automaton: TokenAutomaton, p: Any, canvas: Canvas) -> tuple[dict[tuple[int, ...], float], float]:
-    """Probabilities of the allowed texts when undecided positions are independent with p [n, V]; and the total
-    probability of the allowed texts before normalization."""
+    """Return the probabilities of the allowed texts, and their sum before normalization.
+
+    Undecided slots are independent, with probabilities p [slots, vocabulary]."""
     masses = {
         text: math.prod(p[slot][token] for slot, token in enumerate(text) if canvas[slot] is None)
         for text in texts_of(automaton, canvas)
@@ -172,8 +176,9 @@ def softmax(logits: Tensor) -> list[list[float]]:
 def masked_distribution(
     automaton: TokenAutomaton, p_after: Callable[[tuple[int, ...]], list[float]], slots: int
 ) -> dict[tuple[int, ...], float]:
-    """Distribution of token-by-token constrained decoding, by recursion over prefixes. p_after: the model's
-    distribution after a prefix."""
+    """Return the distribution of texts decoded token by token under a constraint, by recursion over prefixes.
+
+    p_after: returns the model's distribution after a prefix."""
     masses: dict[tuple[int, ...], float] = {}
 
     def can_complete(state: int, num_tokens: int) -> bool:
@@ -198,7 +203,7 @@ def masked_distribution(
 
 
 def assert_frequencies(texts: Tensor, expected: dict[tuple[int, ...], float]) -> None:
-    """Assert that texts [N, n] occur with the expected probabilities (4.5 standard deviations)."""
+    """Assert that texts [samples, tokens] have the expected frequencies, within 4.5 standard deviations."""
     counts, rows = collections.Counter(map(tuple, texts.tolist())), len(texts)
     assert counts.keys() <= expected.keys()
     for text, mass in expected.items():
@@ -207,7 +212,7 @@ def assert_frequencies(texts: Tensor, expected: dict[tuple[int, ...], float]) ->
 
 
 def add_letter_tokenizer(model: Model, end: int) -> Model:
-    """Give the model a tokenizer: every token is a different letter, except the last two. end: the end token."""
+    """Give the model a tokenizer whose ids, except the last two, are different letters. end: the end token."""
     letters = [chr(97 + token) if token < 26 else chr(256 + token) for token in range(model.facts.vocab_size - 2)]
     model.tokenizer = tokenizer_of(letters, end)
     model.facts = dataclasses.replace(model.facts, eos_token_ids=(end,))
@@ -215,7 +220,9 @@ def add_letter_tokenizer(model: Model, end: int) -> Model:
 
 
 def assert_masked_decoding(sampler: Any, model: Model, pattern: str, slots: int, rows: int, **request: Any) -> Any:
-    """Check a causal model's answers under a regex against token-by-token decoding; return the output."""
+    """Assert that sampled and greedy answers under a regex have the distribution of token-by-token decoding.
+
+    model: causal. Returns the output with the sampled answers."""
     prompt, value = [3, 1, 2], paradec.Regex(pattern)
     ends, size = model.facts.eos_token_ids, model.facts.vocab_size
 
@@ -251,11 +258,11 @@ KINDS: dict[str, tuple[Any, Any]] = {
         lambda text: json.loads(text) in (7, 50, "ab", None),
     ),
 }
-"""A constraint of each kind, and a function that says whether a text satisfies it."""
+"""Kind -> (a constraint, a function that returns whether a text satisfies it)."""
 
 
 def tiny_with_texts(topology: str = "bidirectional") -> Model:
-    """`small_models.tiny` with a tokenizer whose first tokens have the texts `TEXTS`."""
+    """Return `small_models.tiny` with a tokenizer whose first ids have the texts `TEXTS`."""
     model = tiny(2, topology)
     names = {39: "<end>", 40: "<mask>"}
     words = {text: token for token, text in enumerate(TEXTS)}

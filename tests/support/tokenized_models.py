@@ -1,4 +1,4 @@
-"""Small tokenizers, and models with known answers."""
+"""Small tokenizers, and models that give a fixed answer."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def tokenizer_of(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def byte_level_bpe(special_tokens: list[str], text: str = TEXT) -> Tokenizer:
-    """A byte-level BPE with 300 entries: special tokens, words of a text, parts of words, and bytes."""
+    """Train a byte-level BPE with 300 entries: special tokens, words of a text, parts of words, and bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,7 +45,7 @@ PROMPT = 2
 
 
 class RecitingModule(nn.Module):
-    """Predict the text that belongs to a prompt's first token, with a fixed random confidence for each position."""
+    """Predict the text that `texts` has for a prompt's first token, with a fixed random confidence at each position."""
 
     def __init__(self, texts: dict[int, list[int]]):
         super().__init__()
@@ -105,7 +105,7 @@ def chat_model(topology: str, prediction: str = "same", module: nn.Module | None
 
 
 class ConstantLogits(nn.Module):
-    """The same logits at every position: those of `logits`, -inf for all other tokens."""
+    """Return the same logits at every position. logits: token -> logit; other tokens have -inf."""
 
     def __init__(self, logits: Mapping[int, float], vocab: int = CHAT_VOCAB):
         super().__init__()

@@ -1,12 +1,13 @@
-"""Read traces of the public reference implementations, and compare ours with them call by call.
+"""Read recorded runs (traces) of the public reference implementations, and compare paradec's runs call by call.
 
 A folder `golden/traces/<method>` holds one file per setting. Every setting, id and model name comes from the file, so
 that `tests/replays.py` can replay other traces of the same form.
 
-Models are float64 by default: in float32 rounding, which differs between processors, decides between positions of
-nearly equal confidence. `fp64_same` says that the reference made the same decisions in float64. A case that departs
-from the recording where two scores differ by less than 1e-7 is a near tie. Any other departure is refused if
-`fp64_same` is false, and wrong otherwise.
+Models are float64 by default, because in float32 rounding decides between positions of nearly equal confidence, and
+rounding differs between processors. `fp64_same` says that the reference made the same decisions in float64.
+
+A case that departs from the recording where two scores differ by less than 1e-7 is a near tie. Any other departure is
+refused if `fp64_same` is false, and wrong otherwise.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ def trace_head(name: str) -> Any:
 
 
 def trace_names(*methods: str) -> list[str]:
-    """Names "method/setting" of all traces of these methods."""
+    """Return the names "method/setting" of all traces of these methods."""
     return sorted(f"{m}/{p.stem}" for m in methods for p in (TRACES / m).glob("*.json"))
 
 
@@ -61,7 +62,7 @@ def checkpoint(name: str) -> Path:
 
 @functools.cache
 def load_model(folder: Path, dtype: str, mask_token_id: int | None = None, eos_token_id: int | None = None) -> Model:
-    """A shared model. mask_token_id, eos_token_id: as in the recording."""
+    """Load a model once. mask_token_id, eos_token_id: as in the recording."""
     model = paradec.load(folder, dtype=dtype, mask_token_id=mask_token_id)
     if eos_token_id is not None and eos_token_id not in model.facts.eos_token_ids:
         model.facts = dataclasses.replace(model.facts, eos_token_ids=(eos_token_id,))
@@ -69,19 +70,20 @@ def load_model(folder: Path, dtype: str, mask_token_id: int | None = None, eos_t
 
 
 def some_or_all(*numbers: int) -> list[Any]:
-    """Parameters of a test: indices of the cases to replay, modulo their count; and, marked `full`, None for all."""
+    """Return parameters of a test: indices of the cases to replay, modulo their count; and None for all (`full`)."""
     return [pytest.param(numbers, id="some"), pytest.param(None, id="all", marks=pytest.mark.full)]
 
 
 def precisions(*numbers: int) -> list[Any]:
-    """Parameters (precision, numbers) of a test: these cases in float64; and, marked `full`, None for all cases in
-    each precision."""
+    """Return parameters (precision, numbers) of a test: these cases in float64; and None for all cases in float64 and
+    in float32, which are marked `full`."""
     full = [pytest.param(dtype, None, id=dtype, marks=pytest.mark.full) for dtype in ("float64", "float32")]
     return [pytest.param("float64", numbers, id="some"), *full]
 
 
 def select_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, dict]]:
-    """Cases of a trace with their names. numbers: indices modulo the count, among cases with `fp64_same`; None: all."""
+    """Return (name, case) of the selected cases. numbers: indices, modulo the count, among the cases with `fp64_same`;
+    None selects all cases."""
     cases = [(f"{trace['file']}, case {number}", case) for number, case in enumerate(trace["cases"])]
     if numbers is None:
         return cases
@@ -90,10 +92,9 @@ def select_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, 
 
 
 def select_covering_traces(names: Iterable[str], together: int = 2, load: Callable = trace_head) -> list[str]:
-    """Select a few traces that together cover all combinations of `together` setting values that occur in `names`.
+    """Select a few of the traces that cover all combinations of `together` values of settings which occur in them.
 
-    Model, batch size and method count as settings. The choice is greedy, by new combinations per forward.
-    """
+    Model, batch size and method count as settings. The selection is greedy, by new combinations per forward."""
     covered, forwards = {}, {}
     for name in names:
         trace = load(name)
@@ -111,7 +112,7 @@ def select_covering_traces(names: Iterable[str], together: int = 2, load: Callab
 
 
 def mark_others_full(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = trace_head) -> list[Any]:
-    """Parameters of a test: all names; those that `select_covering_traces` does not select are marked `full`."""
+    """Return all names as parameters of a test. Names that `select_covering_traces` does not select get `full`."""
     names = list(names)
     default = select_covering_traces(names, together, load)
     return [name if name in default else pytest.param(name, marks=pytest.mark.full) for name in names]
@@ -122,7 +123,7 @@ def model_of(trace: dict, precision: str = "float64") -> Model:
 
 
 def table_of(trace: dict) -> list[str] | None:
-    """The text of every id, or None if the checkpoint has no texts."""
+    """Return the text of every id, or None if the checkpoint has no file tokenizer_table.json."""
     path = checkpoint(trace["model"]) / "tokenizer_table.json"
     return read_json(path)["table"] if path.exists() else None
 
@@ -133,7 +134,7 @@ def text_of(trace: dict, answer: list[int]) -> str:
 
 
 def assert_texts(trace: dict, case: dict) -> None:
-    """Assert that a case's texts belong to its ids, and that `correct` marks the right answers."""
+    """Assert that a case's texts equal its decoded ids, and that `correct` marks the right answers."""
     if (table := table_of(trace)) is None:
         return
     begin = len(case["prompt_ids"][0])
@@ -144,18 +145,18 @@ def assert_texts(trace: dict, case: dict) -> None:
 
 
 def cache_of(trace: dict) -> str:
-    """The cache of a trace of Fast-dLLM or AdaBlock: "none", "prefix" or "dual"."""
+    """Return the cache of a trace of Fast-dLLM or AdaBlock: "none", "prefix" or "dual"."""
     settings = trace["settings"]
     function = settings.get("function", "")
     if "dual_cache" in settings:
         # Fast-dLLM's block code for Dream always has a cache; AdaBlock has a dual cache or none
-        without_dual = "prefix" if trace["method"] == "fastdllm-dream" else "none"
-        return "dual" if settings["dual_cache"] else without_dual
+        other_cache = "prefix" if trace["method"] == "fastdllm-dream" else "none"
+        return "dual" if settings["dual_cache"] else other_cache
     return next((cache for cache in ("prefix", "dual") if f"{cache}_cache" in function), "none")
 
 
 def request_of(trace: dict) -> tuple[Sampler, dict]:
-    """Our sampler and request for the settings of a trace of LLaDA, Dream, Fast-dLLM (both versions) or AdaBlock."""
+    """Return paradec's sampler and request for a trace of LLaDA, Dream, Fast-dLLM (both versions) or AdaBlock."""
     method, settings, cache = trace["method"], trace["settings"], cache_of(trace)
     request = {"temperature": settings["temperature"], "guidance_scale": 1 + settings.get("cfg_scale", 0.0)}
     request |= {} if cache == "none" else {"cache": cache}
@@ -181,8 +182,8 @@ def request_of(trace: dict) -> tuple[Sampler, dict]:
     if settings["alg"] == "confidence_threshold":
         if cache == "none":
             request["steps"] = settings["steps"]
-        carries = "carry" if cache == "none" else "none"
-        return create("threshold", threshold=settings["threshold"], quota_per_step=carries), request
+        quota = "carry" if cache == "none" else "none"
+        return create("threshold", threshold=settings["threshold"], quota_per_step=quota), request
     extra = {} if settings["alg"] == "origin" else {"alg_temp": settings["alg_temp"]}
     return create(settings["alg"], eps=settings["eps"], **extra), request | {"steps": settings["steps"]}
 
@@ -199,7 +200,7 @@ class Call:
 
 @dataclass
 class Row:
-    """One row of a case, decoded by us. `ours` contains only the calls that evaluated this row."""
+    """One row of a case, decoded by paradec. `ours` contains only the calls that evaluated this row."""
 
     where: str
     name: str
@@ -214,7 +215,7 @@ class Row:
     final: list[int]
     nfe: int
     scores: list[dict[int, float]]
-    """For each of our calls, the score of each candidate position."""
+    """For each call in `ours`, candidate position -> score."""
     threshold: float | None
 
     @property
@@ -223,7 +224,7 @@ class Row:
         return [call for call in self.theirs if call.commits]
 
     def gap(self) -> float:
-        """The difference of the deciding scores in the first call that departs from the reference."""
+        """Return `decision_gap` for the first call that departs from the reference."""
         ours = [(call.commits, scores) for call, scores in zip(self.ours, self.scores, strict=True) if call.commits]
         for (commits, scores), call in zip(ours, self.decided, strict=False):
             if commits != call.commits:
@@ -231,7 +232,7 @@ class Row:
         return float("inf")
 
     def blocks(self, length: int) -> list[list[Call]]:
-        """Our calls grouped by block of `length` positions. Every call must have committed a token."""
+        """Group `ours` by block of `length` positions. Every call must have committed a token."""
         calls_by_block: dict[int, list[Call]] = defaultdict(list)
         for call in self.ours:
             calls_by_block[(min(call.commits)[0] - self.prompt) // length].append(call)
@@ -244,11 +245,10 @@ def decision_gap(
     scores: dict[int, float],
     threshold: float | None,
 ) -> float:
-    """How close the scores are that made two steps choose different positions.
+    """Return how close the scores are that made two steps choose different positions.
 
-    For each position that only one step chose: the least distance of its score to the threshold and to the scores of
-    positions that only the other step chose. Returns the largest of these distances.
-    """
+    The distance of a position that only one step chose is the least distance of its score to the threshold and to the
+    scores of positions that only the other step chose. The result is the largest distance of all such positions."""
     chosen, reference = {position for position, _ in ours}, {position for position, _ in theirs}
     bounds = [threshold] if threshold is not None else []
     gaps = [
@@ -261,7 +261,7 @@ def decision_gap(
 
 @contextlib.contextmanager
 def replay_checked(name: str, trace: dict, case: dict, gap: Callable[[], float]) -> Iterator[None]:
-    """`replay` with `near_tie_or_refused`, for a case whose recorded sizes, counts and texts are checked too."""
+    """`replay` with `near_tie_or_refused`; afterwards check the recorded sizes, counts and texts of the case."""
     with replay(name):
         try:
             with near_tie_or_refused(gap, case):
@@ -278,7 +278,7 @@ def replay_rows(rows: list[Row]) -> contextlib.AbstractContextManager[None]:
 def replay_case(
     trace: dict, name: str, case: dict, pairs: Sequence[tuple[Any, Any]] = ()
 ) -> contextlib.AbstractContextManager[None]:
-    """Replay a case of one row. pairs: (our call, reference's call), appended in the body of the `with` statement."""
+    """Replay a case of one row. pairs: (our call, the reference's call); the body of the `with` statement adds them."""
 
     def gap() -> float:
         for ours, theirs in pairs:
@@ -297,9 +297,9 @@ def group_by_case(rows: list[Row]) -> list[list[Row]]:
 
 
 def is_random(settings: dict) -> bool:
-    """Whether the reference drew random numbers for tokens or positions."""
-    by_chance = settings.get("remasking") == "random" or settings.get("alg") == "origin"
-    return bool(by_chance or settings.get("temperature") or settings.get("alg_temp"))
+    """Return whether the reference drew random numbers for tokens or positions."""
+    has_random_order = settings.get("remasking") == "random" or settings.get("alg") == "origin"
+    return bool(has_random_order or settings.get("temperature") or settings.get("alg_temp"))
 
 
 def decode(
@@ -310,11 +310,10 @@ def decode(
     numbers: Sequence[int] | None = None,
     **request: Any,
 ) -> list[Row]:
-    """Decode the prompts of a trace's cases; return our and the reference's calls for each row.
+    """Decode the prompts of a trace's cases; return paradec's and the reference's calls for each row.
 
-    numbers: indices of the cases, None for all. alone: each case has its own batch, like in the reference. Otherwise
-    rows of one length that draw no random numbers share a batch: in float64 a row does not depend on the others.
-    """
+    numbers: indices of the cases, None for all. alone: whether each case is decoded in a separate batch, as in the
+    reference. Otherwise rows of equal length without random numbers share a batch, which in float64 changes no row."""
     selected = select_cases(trace, numbers)
     names, cases = [name for name, _ in selected], [case for _, case in selected]
     settings = trace["settings"]
@@ -366,7 +365,7 @@ def decode(
 
 
 def scores_of(commit: Commit) -> dict[int, dict[int, float]]:
-    """Row -> candidate position -> score, in one step."""
+    """Return row -> candidate position -> score, of one step."""
     scores_by_row: dict[int, dict[int, float]] = defaultdict(dict)
     if commit.scores is not None and commit.positions is not None:
         for row, positions, scores in zip(commit.rows.tolist(), commit.positions, commit.scores, strict=True):
@@ -420,8 +419,9 @@ def _their_call(step: dict, row: int, batch: int) -> Call:
 
 
 def assert_replayed(rows: list[Row], exact: bool = True) -> None:
-    """Assert that final tokens and number of calls equal the reference's; with `exact`, also each call's evaluated
-    count and commits."""
+    """Assert that final tokens and number of calls equal the reference's.
+
+    exact: whether each call's commits and number of evaluated positions are compared too."""
     for case_rows in group_by_case(rows):
         with replay_rows(case_rows):
             for row in case_rows:
@@ -439,7 +439,7 @@ def assert_calls(ours: list[Call], theirs: list[Call], where: str) -> None:
 
 
 def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool = True) -> None:
-    """`assert_replayed` for references in which all rows of a batch open their next block together."""
+    """Like `assert_replayed`, for references in which all rows of a batch open their next block together."""
     for case_rows in group_by_case(rows):
         with replay_rows(case_rows):
             for row in case_rows:
@@ -451,7 +451,7 @@ def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool
 
 
 def insert_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
-    """Our calls, with an idle call after each call that fills a whole block, as in some public code."""
+    """Return the row's calls with an idle call after each call that fills a full block, as in some public code."""
     calls = []
     for block in row.blocks(block_length):
         calls += block
@@ -462,7 +462,8 @@ def insert_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
 
 
 def force_first_position(sampler: MaskedSampler) -> MaskedSampler:
-    """A copy of `sampler` whose first step in a block commits only the first position, like public cached decoders."""
+    """Return a copy of `sampler` whose first step in a block commits only the first position, like public code does
+    with a cache."""
 
     class FirstPositionFirst(type(sampler)):  # type: ignore[misc]
         def quota(self, state: MaskedState, rows: Any) -> Any:
@@ -478,7 +479,7 @@ def force_first_position(sampler: MaskedSampler) -> MaskedSampler:
 
 
 def restrict_to_top_k(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, int]]:
-    """A copy of `sampler` that computes confidence among the 50 most likely tokens, and the request's `top_k`."""
+    """Return a copy of `sampler` whose confidence is computed among the 50 most likely tokens, and a request for it."""
 
     class TopK(type(sampler)):  # type: ignore[misc]
         needs = dataclasses.replace(type(sampler).needs, score_from="sampled")
@@ -488,7 +489,8 @@ def restrict_to_top_k(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, 
 
 
 class PrefixWithoutLeftPosition(PrefixCache):
-    """The prefix cache without evaluation of the position left of the block, which shifted models usually need."""
+    """A prefix cache that does not evaluate the position left of the block, which predicts its first token if logits
+    are shifted."""
 
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> Any:
         start, stop = self.range(state, state.window.rows[chosen])
@@ -496,7 +498,7 @@ class PrefixWithoutLeftPosition(PrefixCache):
 
 
 class DualWithoutLeftPosition(PrefixWithoutLeftPosition, DualCache):
-    """The dual cache without evaluation of the position left of the block."""
+    """A dual cache that does not evaluate the position left of the block."""
 
 
 def cache_without_left_position(dual: bool) -> PrefixCache:
@@ -510,14 +512,13 @@ class Forward:
     positions: frozenset[int]
     commits: frozenset[tuple[int, int]]
     scores: dict[int, float] = field(default_factory=dict, compare=False)
-    """Position -> score: of all candidates in our calls, of committed positions in the reference's."""
+    """Position -> score; in paradec's calls of all candidates, in the reference's calls of committed positions."""
 
 
 def recorded_forwards(case: dict, block: int | None = None) -> list[Forward]:
-    """The reference's forwards, from a trace with the field `fed`.
+    """Return the reference's forwards, from a trace with the field `fed`.
 
-    block: block length; if set, drop commits after the current block, which fill the row after an end token.
-    """
+    block: block length. If set, commits after the current block are dropped: they fill the row after an end token."""
     forwards = []
     for step in case["steps"]:
         fed = {position for start, stop in step["fed"] for position in range(start, stop)}
@@ -532,7 +533,7 @@ def recorded_forwards(case: dict, block: int | None = None) -> list[Forward]:
 
 
 def assert_confidences(ours: list[Forward], theirs: list[Forward]) -> None:
-    """Assert that our scores of committed tokens equal the reference's, which come from float32 logits."""
+    """Assert that scores of committed tokens equal the reference's, which are computed from float32 logits."""
     for forward, reference in zip(ours, theirs):
         for position, _ in forward.commits:
             if reference.scores.get(position) is not None:
@@ -540,7 +541,7 @@ def assert_confidences(ours: list[Forward], theirs: list[Forward]) -> None:
 
 
 def decode_forwards(model: Model, sampler: Any, case: dict, **request: Any) -> tuple[list[Forward], list[int]]:
-    """Decode a case of one row; return our forwards and the final row."""
+    """Decode a case of one row with paradec; return the forwards and the final row."""
     (prompt,) = case["prompt_ids"]
     new = len(case["final_ids"][0]) - len(prompt)
     options = {"rng": "reference", "eos_early_stop": False, "seed": case["seed"]} | request
@@ -551,9 +552,9 @@ def decode_forwards(model: Model, sampler: Any, case: dict, **request: Any) -> t
             (query,) = proposal.cost.queries
             commit = sampler.commit(state, proposal)
             chosen = commit.selected[0]
-            written = zip(commit.positions[0, chosen].tolist(), commit.values[0, chosen].tolist(), strict=True)
+            pairs = zip(commit.positions[0, chosen].tolist(), commit.values[0, chosen].tolist(), strict=True)
             scores = scores_of(commit)[0]
-            forwards.append(Forward(frozenset(query.positions[0].tolist()), frozenset(written), scores))
+            forwards.append(Forward(frozenset(query.positions[0].tolist()), frozenset(pairs), scores))
     return forwards, state.canvas[0].tolist()
 
 
@@ -565,7 +566,7 @@ SCRIPTS = ("שלום", "مرحبا", "👩‍👩‍👧", "日本", "e\u0301", 
 
 
 def hostile_trace() -> Trace:
-    """A trace in which every token, setting and rule name must be escaped in HTML."""
+    """A trace whose tokens, settings and rule names must be escaped in HTML."""
     settings = {"sampler": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}
     trace = Trace([[0, 1, *[99] * len(HOSTILE)]], settings, family="masked", mask_id=99)
     trace.texts = dict(enumerate(HOSTILE))
@@ -577,7 +578,7 @@ def hostile_trace() -> Trace:
 
 
 def scripts_trace() -> Trace:
-    """A trace of mostly right-to-left text with emoji and invisible characters; the last character is two ids."""
+    """A trace of mostly right-to-left text with emoji and invisible characters. The last character has two ids."""
     texts = [*SCRIPTS, "\ufffd", "\ufffd", "<mask>"]
     ids = [0, 1, 0, 1, *range(2, len(SCRIPTS)), 9, 10]
     trace = Trace([[0, 1, *[11] * len(ids)]], {"sampler": "by hand"}, family="masked", mask_id=11)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import refuses
-from engines import RULES, check_rule, dllm_config, forward_batch
+from engines import ENGINE_SAMPLERS, check_sampler, dllm_config, forward_batch
 from places import ROOT
 from small_models import END, MASK, VOCAB, tiny
 
@@ -56,10 +56,10 @@ def model() -> Model:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ENGINE_SAMPLERS)
 def test_steps_equal_generate(name: str, fdfo: bool, model: Model) -> None:
-    algorithm = create_algorithm(name, fdfo, **RULES[name].config)
-    check_rule(name, algorithm, lambda logits: logits, model, fdfo)
+    algorithm = create_algorithm(name, fdfo, **ENGINE_SAMPLERS[name].config)
+    check_sampler(name, algorithm, lambda logits: logits, model, fdfo)
     gc.collect()
     assert len(algorithm._hosted) == 0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import RULES, check_rule, dllm_config, forward_batch
+from engines import ENGINE_SAMPLERS, check_sampler, dllm_config, forward_batch
 from places import ROOT
 from small_models import tiny
 from torch import Tensor
@@ -191,10 +191,10 @@ def test_blocks_without_flags_of_the_prompt(fdfo: bool, released: SimpleNamespac
 
 
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", ENGINE_SAMPLERS)
 def test_steps_equal_generate(name: str, fdfo: bool, released: SimpleNamespace, model: Model) -> None:
-    algorithm = algorithms(released.base.DllmAlgorithm)[name](dllm_config(fdfo=fdfo, **RULES[name].config))
-    check_rule(name, algorithm, Runner, model, fdfo)
+    algorithm = algorithms(released.base.DllmAlgorithm)[name](dllm_config(fdfo=fdfo, **ENGINE_SAMPLERS[name].config))
+    check_sampler(name, algorithm, Runner, model, fdfo)
 
 
 def test_sglang_finds_the_algorithms(released: SimpleNamespace, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drafters import NEGATIVE, PROMPTS, TableModel, decode_answers, exactness, tiny_base
-from oracles.causal import Coin, Draw, Weights, by_number, draw, outcomes, siblings_of, sjd_pac_step
+from oracles.causal import Coin, Draw, Weights, draw, outcomes, siblings_of, sjd_pac_step, toss
 from recorded import golden, read_json, replays
 
 from paradec.core import rng
@@ -28,7 +28,7 @@ def test_the_plain_step_replays_a_recorded_verification(path: Path) -> None:
     case = read_json(path)
     expected, vocab = case["expected"], case["vocab"]
     next_probabilities = lambda path: case["laws"][",".join(map(str, path))]  # noqa: E731
-    final, next_drafts = sjd_pac_step(case, next_probabilities, draw, by_number, last=False)
+    final, next_drafts = sjd_pac_step(case, next_probabilities, draw, toss, last=False)
     assert (final, len(next_drafts)) == (expected["committed"], expected["kept"])
     next_drafts += [
         (int(case["g"][slot] * vocab), [1 / vocab] * vocab) for slot in range(len(next_drafts), case["window"] - 1)
@@ -192,7 +192,7 @@ def test_every_step_of_a_batch_is_the_plain_one(siblings: int, branching: int, w
                 return MODEL.table[tokens[-2], tokens[-1]].softmax(-1).tolist()
 
             case["end"] = float(drawn[index, slots - 1, 0])
-            committed, next_drafts = sjd_pac_step(case, next_probabilities, draw, by_number, last=True)
+            committed, next_drafts = sjd_pac_step(case, next_probabilities, draw, toss, last=True)
             assert commit.values[index][commit.selected[index]].tolist() == committed
             assert state.memory["drafts"][row, : len(next_drafts)].tolist() == [x for x, _ in next_drafts]
             if len(committed) > 1 and case["drafts"][0].index(committed[0]) > 0:

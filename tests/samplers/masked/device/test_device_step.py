@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracles.masked import decoded_by_hand
+from oracles.masked import decode_by_hand
 from small_models import END, MASK, tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -134,9 +134,7 @@ def test_both_loops_equal_the_oracle(sampler: str, steps: int | None, cache: str
     model = tiny(2, prediction=prediction, seed=3, ends=(END, 7, 21, 30))
     rows = [[i, *range(i + 1, i + 1 + i % 3)] for i in range(8, 22)]
     settings = {"threshold": {"threshold": 0.3}, "factor": {"factor": 2.0}}.get(sampler, {})
-    expected = [
-        decoded_by_hand(model, row, sampler, cache, 6, 4, None if steps is None else steps // 2) for row in rows
-    ]
+    expected = [decode_by_hand(model, row, sampler, cache, 6, 4, None if steps is None else steps // 2) for row in rows]
     for loop in (decode, partial(device_step.decode, capture=False)):
         method, state = start(
             sampler, model, prompt=rows, settings=settings, cache=cache, max_new_tokens=6, block_length=4, steps=steps

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decoding import refuses, view_from_scores
-from oracles.masked import combined
+from oracles.masked import decode_combination
 from small_models import tiny
 from torch import Tensor
 
@@ -126,7 +126,7 @@ def test_combinations_by_hand(combination: type, rules: list[tuple[str, dict]], 
         request = {"max_new_tokens": 12, "block_length": 12, "steps": steps, "eos_early_stop": False}
         out = paradec.generate(model, prompt, sampler=sampler, trace=True, **request)
         ours = [{(i, token, round(score, 9)) for _, i, token, score in step.commits} for step in out.trace.steps]
-        assert ours == combined(model, prompt, combination is Union, rules, 12, steps)
+        assert ours == decode_combination(model, prompt, combination is Union, rules, 12, steps)
         idle += set() in ours
     assert bool(idle) == sampler.needs.may_wait
 

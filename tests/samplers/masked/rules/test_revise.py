@@ -77,7 +77,7 @@ RULES: list[tuple[str, Callable[..., Iterator[None]], dict]] = [
 @pytest.mark.parametrize(("name", "loop", "settings"), RULES)
 def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], settings: dict) -> None:
     sampler = samplers.create(name, **settings)
-    memory: dict = {"back": 0, "settled": 0}
+    memory: dict = {"num_remasked": 0, "num_stable": 0}
     for seed in range(SEEDS):
         model, block = Additive(seed), (5, 12)[seed % 2]
         out = paradec.generate(model, PROMPTS, sampler=sampler, block_length=block, max_new_tokens=NEW, trace=True)
@@ -89,10 +89,10 @@ def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], setti
                     expected.append(list(row))
             assert [out.trace.replay(step + 1)[index] for step in range(out.row_nfe[index])] == expected
             assert out.new_tokens[index].tolist() == row[len(prompt) :]
-    assert (memory["back"] == 0) == (settings.get("remask_share") == 0)  # the rule did remask
+    assert (memory["num_remasked"] == 0) == (settings.get("remask_share") == 0)  # the rule did remask
     if settings.get("max_post_steps"):
         blocks = sum(len(cut(prompt, (5, 12)[seed % 2])) for seed in range(SEEDS) for prompt in PROMPTS)
-        assert 0 < memory["settled"] < blocks  # some blocks became stable, others reached the bound
+        assert 0 < memory["num_stable"] < blocks  # some blocks became stable, others reached the bound
 
 
 def steps_of(sampler: Any, model: Any, rows: list[list[int]], **request: Any) -> Iterator[tuple[Any, Any]]:
