@@ -1,22 +1,22 @@
-"""Traces of dKV-Cache, of Fast-dLLM and AdaBlock with prefix and dual caches, and of DPad, replayed in float64.
+"""Recorded runs of dKV-Cache, of Fast-dLLM and AdaBlock with prefix and dual caches, and of DPad, replayed in float64.
 
 Final tokens, the number of forwards, and each forward's evaluated positions and commits equal the reference's.
-Differences:
-- Fast-dLLM of June 2025 makes an additional call after a block's full forward, even if the block is full: the test
-  inserts this call into ours.
-- Batches whose rows take different numbers of steps: as in `test_traces.py`.
-- Fast-dLLM, AdaBlock and DPad for Dream commit the first token of a block without logits for it; ours evaluates the
-  position left of it. `test_forced_first_token` replays them with a rule and a cache that imitate the public code;
-  `test_forced_first_token_by_answers` compares the answers of ours.
-- dKV-Cache's `random` draws numbers only for evaluated positions: replayed with `RandomOverEvaluated`.
-- dKV-Cache for Dream with `shift_type="right"` commits tokens without logits for them (0 of 8 answers right): only the
-  number of forwards is compared.
-- DPad with early termination completes the block of an end token; ours ends a row once every position before the end
-  token is decided: the answer and the calls up to this point are compared. For Dream, DPad computes probabilities
-  among the 50 most likely tokens, a default of transformers.
+The references differ from paradec in these points:
+- Fast-dLLM of June 2025 makes an additional call after a block's full forward, even if the block has no masks left. The
+  test inserts this call into paradec's calls.
+- In some references all rows of a batch open their next block together (see `test_traces.py`).
+- Fast-dLLM, AdaBlock and DPad for Dream commit the first token of a block without logits for it. paradec evaluates the
+  position left of the block, which predicts it. `test_forced_first_token` replays with a rule and a cache that imitate
+  the public code; `test_forced_first_token_by_answers` compares paradec's own answers.
+- dKV-Cache's `random` draws numbers only for evaluated positions. It is replayed with `RandomOverEvaluated`.
+- dKV-Cache for Dream with `shift_type="right"` commits tokens without logits for them (0 of 8 answers are right). Only
+  the number of forwards is compared.
+- DPad with early termination completes the block of an end token. paradec ends a row once every position before the end
+  token is decided; the answer and the calls up to this point are compared.
+- DPad for Dream computes probabilities among the 50 most likely tokens, a default of transformers.
 
-By default two cases of a few traces are replayed, which cover every setting. `-m full` replays all cases, and also in
-float32, where final tokens and the number of forwards are compared.
+By default two cases of each of a few traces are replayed; the traces cover every setting. `-m full` replays all cases,
+also in float32, where only final tokens and the number of forwards are compared.
 """
 
 from dataclasses import dataclass
@@ -68,18 +68,18 @@ DKV = trace_names("dkv", "dkv-dream")
 @pytest.mark.parametrize("name", mark_others_full(BLOCKS, together=1))
 def test_block_caches(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
-    exact, by_threshold = precision == "float64", trace["settings"].get("threshold") is not None
+    exact, has_threshold = precision == "float64", trace["settings"].get("threshold") is not None
     sampler, arguments = request_of(trace)
     rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments)
-    if trace["method"] == "fastdllm-jun25" and by_threshold:
-        for together in group_by_case(rows):
-            with replay_rows(together):
-                for row in together:
+    if trace["method"] == "fastdllm-jun25" and has_threshold:
+        for case_rows in group_by_case(rows):
+            with replay_rows(case_rows):
+                for row in case_rows:
                     calls = insert_idle_calls(row, arguments["block_length"], arguments["cache"] == "dual")
                     assert row.tokens == row.final and len(calls) == len(row.theirs), row.where
                     if exact:
                         assert_calls(calls, row.theirs, row.where)
-    elif trace["batch_size"] > 1 and by_threshold:
+    elif trace["batch_size"] > 1 and has_threshold:
         assert_batches_move_together(rows, arguments["block_length"], exact)
     else:
         assert_replayed(rows, exact)
@@ -98,7 +98,7 @@ def test_forced_first_token(name: str, precision: str, numbers: tuple[int, ...] 
 
 @pytest.mark.parametrize("name", mark_others_full(FORCED, together=1))
 def test_forced_first_token_by_answers(name: str) -> None:
-    """Ours has at most one right answer less than the public code, which forces the first token of a block."""
+    """paradec has at most one right answer less than the public code."""
     trace = load_trace(name)
     sampler, arguments = request_of(trace)
     num_right = num_right_of_reference = 0
@@ -120,7 +120,8 @@ class RandomOverEvaluated(Random):
         return state.window.read(noise)
 
 
-def dkv(settings: dict) -> tuple[Any, dict]:
+def dkv_request(settings: dict) -> tuple[Any, dict]:
+    """Return sampler and request for a trace of dKV-Cache on LLaDA."""
     request = {name: settings[name] for name in ("temperature", "block_length", "steps")}
     greedy = settings["variant"] == "greedy"
     if not settings["enable_cache"]:
@@ -137,7 +138,8 @@ def dkv(settings: dict) -> tuple[Any, dict]:
     return sampler, request | {"cache": cache}
 
 
-def dkv_dream(settings: dict) -> tuple[Any, dict]:
+def dkv_dream_request(settings: dict) -> tuple[Any, dict]:
+    """Return sampler and request for a trace of dKV-Cache on Dream."""
     sampler = samplers.create(settings["alg"], eps=settings["eps"], alg_temp=settings["alg_temp"])
     request = {name: settings[name] for name in ("temperature", "steps", "top_p", "top_k")}
     if not settings["use_cache"]:
@@ -154,18 +156,18 @@ def dkv_dream(settings: dict) -> tuple[Any, dict]:
 def test_dkv(name: str, precision: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     exact = precision == "float64"
-    sampler, arguments = (dkv if trace["method"] == "dkv" else dkv_dream)(trace["settings"])
+    sampler, arguments = (dkv_request if trace["method"] == "dkv" else dkv_dream_request)(trace["settings"])
     rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments)
     if trace["settings"].get("shift_type") == "right" and trace["settings"]["use_cache"]:
-        for together in group_by_case(rows):
-            with replay_rows(together):
-                assert [row.nfe for row in together] == [len(row.theirs) for row in together]
+        for case_rows in group_by_case(rows):
+            with replay_rows(case_rows):
+                assert [row.nfe for row in case_rows] == [len(row.theirs) for row in case_rows]
         return
     assert_replayed(rows, exact)
 
 
-def test_there_are_partial_calls_in_every_cached_trace() -> None:
-    """Every cached trace has calls of different widths, unless each block took one call."""
+def test_every_cached_trace_has_calls_of_different_widths() -> None:
+    """The only exceptions are traces with one call per block."""
     for name in [*BLOCKS, *FORCED, *DKV]:
         trace = load_trace(name)
         settings, cases = trace["settings"], trace["cases"]
@@ -176,7 +178,7 @@ def test_there_are_partial_calls_in_every_cached_trace() -> None:
         assert len(widths) > 1 or all(case["nfe"] <= blocks for case in cases), name
 
 
-NAMES = trace_names("dpad")
+DPAD = trace_names("dpad")
 
 
 def suffix_of(settings: dict) -> Suffix:
@@ -188,7 +190,7 @@ def suffix_of(settings: dict) -> Suffix:
 
 
 @pytest.mark.parametrize("numbers", some_or_all(7))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DPAD)
 def test_dpad(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, end = trace["settings"], trace["eos_id"]
@@ -217,13 +219,12 @@ def test_dpad(name: str, numbers: tuple[int, ...] | None) -> None:
                 assert tokens[:size] == final[:size]
             else:
                 assert tokens == final and len(ours) == len(recorded)
-            if not model.facts.shift:  # for Dream, probabilities are among the most likely tokens
+            if not model.facts.shift:  # Dream's recorded probabilities are among the 50 most likely tokens
                 assert_confidences(ours, recorded)
 
 
-def test_every_case_has_calls_that_skip_positions() -> None:
-    """Every case has calls that do not evaluate the whole row."""
-    for name in NAMES:
+def test_every_dpad_case_has_calls_that_skip_positions() -> None:
+    for name in DPAD:
         trace = load_trace(name)
         lengths = [(len(case["final_ids"][0]), case) for case in trace["cases"]]
         assert all([any(len(call.positions) < size for call in recorded_forwards(case)) for size, case in lengths])

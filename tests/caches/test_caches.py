@@ -1,4 +1,4 @@
-"""Caches: evaluated positions, exactness, refused combinations, and cost."""
+"""Caches: evaluated positions, equality with decoding without a cache, refused combinations, and cost."""
 
 import copy
 import dataclasses
@@ -36,7 +36,7 @@ NEW = 12
 STORED = [name for name in caches.names() if caches.get(name).facts.uses_store]
 
 
-def differences(model: Model, cache: Any, rows: Any = ROWS, sampler: Any = "low_confidence", **request: Any):
+def score_differences(model: Model, cache: Any, rows: Any = ROWS, sampler: Any = "low_confidence", **request: Any):
     """Yield each step's largest score difference to decoding without a cache. If tokens differ, yield inf and stop."""
     sampler = samplers.create(sampler) if isinstance(sampler, str) else sampler
     request = {"max_new_tokens": NEW, "block_length": 4, "eos_early_stop": False, "seed": 1} | request
@@ -71,10 +71,10 @@ EVERY_STEP = [
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", EVERY_STEP, ids=str)
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
-def test_refresh_at_every_step_is_no_cache_bit_for_bit(cache: Any, prediction: str) -> None:
+def test_refreshing_at_every_step_equals_no_cache_bit_for_bit(cache: Any, prediction: str) -> None:
     if prediction not in cache.facts.predictions:
         pytest.skip("refused")
-    assert max(differences(tiny(3, prediction=prediction), cache, sampler=sampler_for(cache))) == 0.0
+    assert max(score_differences(tiny(3, prediction=prediction), cache, sampler=sampler_for(cache))) == 0.0
 
 
 def count_evaluated(cache: Any, prediction: str) -> list[list[int]]:
@@ -87,33 +87,35 @@ def count_evaluated(cache: Any, prediction: str) -> list[list[int]]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("warmup", [0, 1, 2, 6])
 @pytest.mark.parametrize(("interval", "prediction"), [(None, "same"), (3, "same"), (None, "shifted")])
-def test_vicinity_evaluates_whole_rows_while_it_warms_up(warmup: int, interval: int | None, prediction: str) -> None:
-    """Later steps evaluate the block and its vicinity, and for shifted logits one more position on the left."""
+def test_vicinity_evaluates_full_rows_only_in_warmup_and_refreshes(
+    warmup: int, interval: int | None, prediction: str
+) -> None:
+    """Other steps evaluate the block and its vicinity, and for shifted logits one more position on the left."""
     cache = caches.create("vicinity", prefix_look=0, after_look=2, warmup_steps=warmup, cache_update_freq=interval)
     counts = count_evaluated(cache, prediction)
-    for step, forwarded in enumerate(counts):
+    for step, step_counts in enumerate(counts):
         is_full = step <= warmup or step % 4 == 0 or interval is not None and step % 4 % interval == 0
         for row, prompt in enumerate(ROWS):
             length, start = len(prompt) + NEW, len(prompt) + step // 4 * 4
-            near = min(start + 4 + 2, length) - (start - (prediction == "shifted"))
-            assert forwarded[row] == (length if is_full else near), (step, row)
+            num_near = min(start + 4 + 2, length) - (start - (prediction == "shifted"))
+            assert step_counts[row] == (length if is_full else num_near), (step, row)
     assert len(counts) == NEW
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
-def test_prefill_evaluates_the_prompt_once(prediction: str) -> None:
+def test_dkv_prefill_evaluates_the_prompt_once(prediction: str) -> None:
     first, *later = count_evaluated("dkv_prefill", prediction)
     assert first == [len(prompt) + NEW for prompt in ROWS]
     assert later == [[NEW + (prediction == "shifted")] * len(ROWS)] * (NEW - 1)
 
 
-def test_vicinity_that_covers_everything_is_no_cache() -> None:
+def test_a_vicinity_that_covers_the_row_equals_no_cache() -> None:
     cache = caches.create("vicinity", prefix_look=64, after_look=64, warmup_steps=0)
-    assert max(differences(tiny(3), cache)) < 1e-12
+    assert max(score_differences(tiny(3), cache)) < 1e-12
 
 
 def cache_with_rare_refreshes(name: str, topology: str, prediction: str) -> Any:
-    """Create a cache, or skip the test if the cache does not support the model."""
+    """Create a cache that refreshes every 99 steps if it can; skip the test if it does not support the model."""
     cache = caches.create(name)
     if topology not in cache.facts.topologies or prediction not in cache.facts.predictions:
         pytest.skip("refused")
@@ -124,23 +126,23 @@ def cache_with_rare_refreshes(name: str, topology: str, prediction: str) -> Any:
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
-def test_one_layer_is_exact(name: str, topology: str, prediction: str) -> None:
-    """In a one-layer model keys and values depend only on their token. So refreshing only changed tokens is exact."""
+def test_caches_are_exact_with_one_layer(name: str, topology: str, prediction: str) -> None:
+    """Keys and values of one layer depend only on their token. So only changed tokens need a refresh."""
     cache = cache_with_rare_refreshes(name, topology, prediction)
     # steps commit different numbers of tokens per row
     request: dict[str, Any] = {"sampler": samplers.create("threshold", threshold=0.3)}
     if cache.facts.evaluates in ("picks", "targets"):
         request = {"sampler": sampler_for(cache), "steps": 6}
     model = tiny(1, topology, prediction)
-    assert max(differences(model, cache, **request)) < 1e-12
+    assert max(score_differences(model, cache, **request)) < 1e-12
     for block_length, new in ((4, 0), (2, 6)):
         changes = {"block_length": block_length, "max_new_tokens": new}
-        assert max(differences(model, cache, HOLES, sampler_for(cache), **changes)) < 1e-12
+        assert max(score_differences(model, cache, HOLES, sampler_for(cache), **changes)) < 1e-12
 
 
 @dataclass(frozen=True)
 class WithoutDelay(DkvDecode):
-    """Reuse keys and values of the step that decided a token. They are wrong: the token was still a mask."""
+    """A cache that wrongly reuses keys and values of the step that decided a token, when it was still a mask."""
 
     def is_stable(self, state: Any, rows: np.ndarray) -> np.ndarray:
         return state.cache_state.is_stable(state, rows, delay=0)
@@ -148,16 +150,16 @@ class WithoutDelay(DkvDecode):
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_without_its_delay_dkv_is_wrong_even_with_one_layer(prediction: str) -> None:
-    assert max(differences(tiny(1, prediction=prediction), WithoutDelay(refresh_interval=99))) > 1e-3
+    assert max(score_differences(tiny(1, prediction=prediction), WithoutDelay(refresh_interval=99))) > 1e-3
 
 
-BLOCK_CAUSAL_EXACT = [n for n in STORED if "block_causal" in caches.get(n).facts.exact_on]
+EXACT_IF_BLOCK_CAUSAL = [n for n in STORED if "block_causal" in caches.get(n).facts.exact_on]
 HOLES = [[1, 2, MASK, 3, 4, MASK, MASK, 5, 6, 7, 8, 9, MASK, 10], [MASK, 6, 7, MASK], [8] * 9 + [MASK, 11, MASK, MASK]]
-"""Masks at both ends and in the middle, and blocks without masks between blocks with masks."""
+"""Prompts with masks at both ends and in the middle, and with blocks without masks between blocks with masks."""
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", BLOCK_CAUSAL_EXACT)
+@pytest.mark.parametrize("name", EXACT_IF_BLOCK_CAUSAL)
 @pytest.mark.parametrize(
     ("rows", "new", "prediction", "block_length"),
     [
@@ -165,29 +167,31 @@ HOLES = [[1, 2, MASK, 3, 4, MASK, MASK, 5, 6, 7, 8, 9, MASK, 10], [MASK, 6, 7, M
         *((HOLES, 0, prediction, length) for prediction in ("same", "shifted") for length in (2, 8)),
     ],
 )
-def test_exact_on_block_causal_models(name: str, rows: Any, new: int, prediction: str, block_length: int) -> None:
+def test_some_caches_are_exact_on_block_causal_models(
+    name: str, rows: Any, new: int, prediction: str, block_length: int
+) -> None:
     model = tiny(2, "block_causal", prediction)
-    assert max(differences(model, name, rows, block_length=block_length, max_new_tokens=new)) < 1e-12
+    assert max(score_differences(model, name, rows, block_length=block_length, max_new_tokens=new)) < 1e-12
 
 
-def test_hierarchical_is_exact_when_blocks_are_the_models_and_not_below() -> None:
+def test_hierarchical_is_exact_with_the_models_block_length_but_not_with_a_shorter_one() -> None:
     model = tiny(3, "block_causal")
-    assert max(differences(model, "hierarchical", block_length=4)) < 1e-12
-    assert max(differences(model, "hierarchical", block_length=2)) > 1e-6
+    assert max(score_differences(model, "hierarchical", block_length=4)) < 1e-12
+    assert max(score_differences(model, "hierarchical", block_length=2)) > 1e-6
 
 
 @pytest.mark.parametrize("name", [n for n in STORED if "bidirectional" in caches.get(n).facts.topologies])
-def test_approximate_caches_do_change_deep_models(name: str) -> None:
+def test_caches_change_scores_of_deep_bidirectional_models(name: str) -> None:
     cache = caches.create(name)
-    if name == "vicinity":  # its default vicinity covers the rows
+    if name == "vicinity":  # with its defaults it covers these rows
         cache = dataclasses.replace(cache, prefix_look=1, after_look=1, warmup_steps=0)
-    assert max(differences(tiny(3), cache, sampler=sampler_for(name), block_length=6)) > 1e-6
+    assert max(score_differences(tiny(3), cache, sampler=sampler_for(name), block_length=6)) > 1e-6
 
 
-def test_block_evaluates_the_prompt_once_and_blocks_alone() -> None:
+def test_the_block_cache_evaluates_the_prompt_and_each_finished_block_once() -> None:
     request = {"sampler": "low_confidence", "cache": "block", "max_new_tokens": 8, "eos_early_stop": False}
     out = paradec.generate(tiny(2, "block_causal"), [[1] * 8], trace=True, **request)
-    # prompt and block, block, ...; then the finished block and the next one
+    # first the prompt and the first block, then the block alone; 8 = the finished block and the next block
     assert [step.forwarded for step in out.trace.steps] == [[12], [4], [4], [4], [8], [4], [4], [4]]
     assert out.cost.full_forwards == [0] and out.cost.partial_forwards == [8]
 
@@ -195,7 +199,7 @@ def test_block_evaluates_the_prompt_once_and_blocks_alone() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
-def test_holes_of_a_row_do_not_depend_on_its_neighbours(name: str, topology: str) -> None:
+def test_filled_masks_of_a_row_do_not_depend_on_other_rows(name: str, topology: str) -> None:
     cache, model = cache_with_rare_refreshes(name, topology, "same"), tiny(2, topology)
     request = {"sampler": sampler_for(cache), "cache": cache, "temperature": 0.7, "seed": 5, "block_length": 4}
     together = paradec.infill(model, HOLES, **request)
@@ -209,7 +213,7 @@ def test_holes_of_a_row_do_not_depend_on_its_neighbours(name: str, topology: str
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_the_greedy_window_equals_a_walk(data: st.DataObject) -> None:
+def test_the_window_of_dkv_greedy_equals_a_plain_loop(data: st.DataObject) -> None:
     length = data.draw(st.integers(4, 20))
     undecided = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     undecided[data.draw(st.integers(0, length - 1))] = True
@@ -226,7 +230,7 @@ def test_the_greedy_window_equals_a_walk(data: st.DataObject) -> None:
                     expected.add(position)
                     num_added += 1
 
-    # state after five steps; the last one decided `fresh`
+    # a state after five steps, whose last step decided the positions `fresh`
     state = type("State", (), {})()
     state.canvas = torch.where(torch.as_tensor(undecided), MASK, 1)[None]
     state.facts = type("Facts", (), {"mask_token_id": MASK})
@@ -254,7 +258,7 @@ class CountsPositions:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["prefix", "dual", "vicinity", "dkv_decode", "dkv_prefill", "dkv_pd"])
-def test_rows_out_of_phase_cost_little_more_than_alone(cache: str) -> None:
+def test_rows_in_different_blocks_cost_little_more_than_separate_rows(cache: str) -> None:
     model = CountsPositions(tiny(1))
     rows = [[index + 1] * length for index, length in enumerate([2, 5, 9, 14, 20, 27, 35, 44])]
     sampler = samplers.create("threshold", threshold=0.35)
@@ -267,7 +271,7 @@ def test_rows_out_of_phase_cost_little_more_than_alone(cache: str) -> None:
     assert batched <= 1.2 * model.positions
 
 
-def test_shape_multiple_rounds_widths_and_changes_nothing() -> None:
+def test_shape_multiple_rounds_widths_and_changes_no_token() -> None:
     model = CountsPositions(tiny(1))
     request = {"steps": 6, "max_new_tokens": 24, "block_length": 8, "seed": 3, "eos_early_stop": False}
     for name in STORED:
@@ -291,7 +295,7 @@ def models() -> dict[tuple[str, str], Model]:
 
 
 def mark_entries(entries: list) -> list:
-    """Mark all entries `full`, except every 37th supported one and one refusal per reason and cache."""
+    """Mark entries `full`, except every 37th supported entry and one refused entry per reason and cache."""
     allowed = [entry[:4] for entry in entries if entry[4].status != REFUSED]
     refused = {(entry[1], entry[4].why): entry[:4] for entry in entries if entry[4].status == REFUSED}
     quick = {*allowed[::37], *refused.values()}
@@ -301,14 +305,14 @@ def mark_entries(entries: list) -> list:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("entry", mark_entries(ENTRIES))
-def test_table(entry: Any, models: dict) -> None:
+def test_combinations_decode_or_are_refused_as_the_table_says(entry: Any, models: dict) -> None:
     sampler, cache, topology, prediction, verdict = entry
     model = models[topology, prediction]
     request = {"sampler": sampler, "cache": cache, "max_new_tokens": 8, "block_length": 4, "seed": 2}
     if verdict.status == REFUSED:
         message = f"cache='{cache}' does not work with sampler '{sampler}'"
         if not fits(sampler, model):
-            message = f"sampler '{sampler}' (evaluates masks|does not work here)"  # whatever the cache
+            message = f"sampler '{sampler}' (evaluates masks|does not work here)"  # with every cache
         elif topology == "causal_context" and cache == "none":
             message = f"sampler '{sampler}' does not work here"
         with pytest.raises(ValueError, match=message):
@@ -321,21 +325,21 @@ def test_table(entry: Any, models: dict) -> None:
     assert together.row_nfe[0] == expected.nfe
 
 
-def test_to_dict_makes_the_same_cache_again() -> None:
+def test_caches_survive_a_round_trip_through_to_dict() -> None:
     for name in caches.names():
         cache = caches.create(name)
         data = cache.to_dict()
         assert data.pop("cache") == name and caches.create(name, **data) == cache
 
 
-def test_cost_adds_up() -> None:
+def test_cost_counts_forwards_tokens_and_bytes() -> None:
     model = tiny(2)
     for name in ("none", "dual", "dkv_decode"):
         out = paradec.generate(model, ROWS, cache=name, max_new_tokens=NEW, block_length=8, eos_early_stop=False)
         full, partial = out.cost.full_forwards, out.cost.partial_forwards
         assert [a + b for a, b in zip(full, partial, strict=True)] == out.row_nfe
         assert sum(out.cost.forwarded_tokens) == out.forwarded_tokens
-        # float64, keys and values, 2 layers of 2 heads of 8, one slot more than the longest row
+        # float64, keys and values, 2 layers, 2 heads of width 8, 3 rows, one slot more than the longest row
         assert out.cost.store_bytes == (0 if name == "none" else 8 * 2 * 2 * 2 * 8 * 3 * (8 + NEW + 1))
         assert (sum(partial) > 0) == (name != "none")
 
@@ -349,19 +353,19 @@ def test_too_little_memory_raises_an_error_before_any_work() -> None:
     assert model.shapes == []
 
 
-def test_store_dtype_halves_the_store() -> None:
+def test_a_float32_store_takes_half_the_memory_and_changes_scores_little() -> None:
     model = tiny(2)
     request = {"max_new_tokens": NEW, "block_length": 8, "eos_early_stop": False}
     wide = paradec.generate(model, ROWS, cache="dual", **request)
     narrow = paradec.generate(model, ROWS, cache=caches.create("dual", store_dtype="float32"), **request)
     assert 2 * narrow.cost.store_bytes == wide.cost.store_bytes
     assert (narrow.new_tokens == wide.new_tokens).float().mean() > 0.9
-    gaps = list(differences(model, caches.create("dkv_decode", store_dtype="float32", refresh_interval=1)))
+    gaps = list(score_differences(model, caches.create("dkv_decode", store_dtype="float32", refresh_interval=1)))
     assert 0 < gaps[0] < 1e-5
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("from the callback"), KeyboardInterrupt()], ids=repr)
-def test_the_store_is_freed_after_every_kind_of_end(error: BaseException | None) -> None:
+def test_the_store_is_freed_after_success_errors_and_interrupts(error: BaseException | None) -> None:
     model, stores = tiny(2), []
 
     def callback(state: Any, commit: Any) -> None:
@@ -381,7 +385,7 @@ def test_the_store_is_freed_after_every_kind_of_end(error: BaseException | None)
     gc.collect()
 
 
-def test_advice_is_given_once_where_a_cache_cannot_win() -> None:
+def test_a_cache_that_cannot_save_time_warns_once() -> None:
     decode = caches.create("dkv_decode")
     assert why_not_worthwhile(decode, 1, 40) and why_not_worthwhile(decode, 1, 512, "cuda")
     assert why_not_worthwhile(caches.create("none"), 1, 16) is None
@@ -408,25 +412,25 @@ def test_a_store_larger_than_memory_is_refused_before_it_is_allocated() -> None:
     check_memory(2048, torch.device("cpu"), 2048, "a store")
 
 
-NEW_CORNERS = 10
+NEW_SMALL = 10
 SUFFIX_CACHES = [name for name in caches.names() if caches.get(name).facts.supports_suffix]
 WINDOWS = [None, Suffix(0), Suffix(5), Suffix(7, "gaussian"), Suffix(8, "uniform", count=3)]
-PAIRS = [
-    pytest.param(*pair, marks=() if number % 4 == 0 else pytest.mark.full, id=f"{pair[0]}-{pair[1]}")
-    for number, pair in enumerate(itertools.product(SUFFIX_CACHES, WINDOWS))
+CACHES_AND_WINDOWS = [
+    pytest.param(*pair, marks=() if index % 4 == 0 else pytest.mark.full, id=f"{pair[0]}-{pair[1]}")
+    for index, pair in enumerate(itertools.product(SUFFIX_CACHES, WINDOWS))
 ]
-"""The pairs that run by default have every cache and every window at least once."""
-ROWS_CORNERS = [[1], [2, 3], [4] * 13, [5, 6, 7]]
-HOLES_CORNERS = [[1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8], [*[MASK] * 6, 3], [4, MASK]]
-HOLES_CORNERS += [[9, *[MASK] * 11, 2, 2, MASK, 3]]
-REQUEST: dict[str, Any] = {"max_new_tokens": NEW_CORNERS, "block_length": 4, "eos_early_stop": False, "seed": 3}
+"""The pairs that run by default contain every cache and every window."""
+UNEQUAL_ROWS = [[1], [2, 3], [4] * 13, [5, 6, 7]]
+UNEQUAL_HOLES = [[1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8], [*[MASK] * 6, 3], [4, MASK]]
+UNEQUAL_HOLES += [[9, *[MASK] * 11, 2, 2, MASK, 3]]
+REQUEST: dict[str, Any] = {"max_new_tokens": NEW_SMALL, "block_length": 4, "eos_early_stop": False, "seed": 3}
 
 
 def rows_of(out: Any) -> list[list[int]]:
     return [ids[mask.bool()].tolist() for ids, mask in zip(out.sequences, out.attention_mask, strict=True)]
 
 
-def assert_rows_alone(out: Any, model: Any, prompts: list[list[int]], request: dict[str, Any]) -> None:
+def assert_equals_separate_rows(out: Any, model: Any, prompts: list[list[int]], request: dict[str, Any]) -> None:
     for row, prompt in enumerate(prompts):
         expected = paradec.generate(model, [prompt], **request)
         assert rows_of(expected) == [rows_of(out)[row]]
@@ -434,49 +438,49 @@ def assert_rows_alone(out: Any, model: Any, prompts: list[list[int]], request: d
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("new", [1, 3, NEW_CORNERS])
-@pytest.mark.parametrize(("cache", "window"), PAIRS)
+@pytest.mark.parametrize("new", [1, 3, NEW_SMALL])
+@pytest.mark.parametrize(("cache", "window"), CACHES_AND_WINDOWS)
 def test_rows_of_unequal_lengths_do_not_depend_on_the_batch(cache: str, window: Any, new: int) -> None:
     request = REQUEST | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
     model = tiny(2)
-    assert_rows_alone(paradec.generate(model, ROWS_CORNERS, **request), model, ROWS_CORNERS, request)
+    assert_equals_separate_rows(paradec.generate(model, UNEQUAL_ROWS, **request), model, UNEQUAL_ROWS, request)
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("cache", "window"), PAIRS)
+@pytest.mark.parametrize(("cache", "window"), CACHES_AND_WINDOWS)
 def test_rows_with_holes_do_not_depend_on_the_batch(cache: str, window: Any) -> None:
     model = tiny(2, prediction="shifted")
     for new in (0, 9):
         request = REQUEST | {"cache": cache, "suffix": window, "temperature": 0.1, "max_new_tokens": new}
-        out = paradec.generate(model, HOLES_CORNERS, **request)
-        assert_rows_alone(out, model, HOLES_CORNERS, request)
-        for before, row in zip(HOLES_CORNERS, rows_of(out), strict=True):
+        out = paradec.generate(model, UNEQUAL_HOLES, **request)
+        assert_equals_separate_rows(out, model, UNEQUAL_HOLES, request)
+        for before, row in zip(UNEQUAL_HOLES, rows_of(out), strict=True):
             assert MASK not in row and len(row) == len(before) + new
             assert all(old in (MASK, token) for token, old in zip(row, before, strict=False))
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("cache", "window"), PAIRS)
-def test_rows_of_a_refilled_batch_do_not_depend_on_it(cache: str, window: Any) -> None:
+@pytest.mark.parametrize(("cache", "window"), CACHES_AND_WINDOWS)
+def test_rows_do_not_depend_on_a_refilled_batch(cache: str, window: Any) -> None:
     model = tiny(2, prediction="shifted")
     request = {name: value for name, value in REQUEST.items() if name != "max_new_tokens"}
     request |= {"cache": cache, "suffix": window, "temperature": 0.1}
     rows = [
-        ([1, 2, 3], 5), ([4], 20), ([5] * 9, 1), (HOLES_CORNERS[0], 0), ([6, 7], 13), (HOLES_CORNERS[1], 4), ([8], 30),
+        ([1, 2, 3], 5), ([4], 20), ([5] * 9, 1), (UNEQUAL_HOLES[0], 0), ([6, 7], 13), (UNEQUAL_HOLES[1], 4), ([8], 30),
     ]  # fmt: skip
     prompts = [{"prompt": ids, "max_new_tokens": new} for ids, new in rows]
     outs = list(paradec.generate_many(model, prompts, batch_size=2, errors="raise", **request))
     assert len({out.index for out in outs}) == len(rows)
     for out in outs:
         ids, new = rows[out.index]
-        assert_rows_alone(out, model, [ids], request | {"max_new_tokens": new})
+        assert_equals_separate_rows(out, model, [ids], request | {"max_new_tokens": new})
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
-@pytest.mark.parametrize(("cache", "window"), [pair for pair in PAIRS if pair.values[0] != "none"])
-def test_prefixes_that_are_shared_and_kept(cache: str, window: Any, prediction: str) -> None:
-    """In a one-layer model keys and values depend only on their token, so only the cost may change."""
+@pytest.mark.parametrize(("cache", "window"), [pair for pair in CACHES_AND_WINDOWS if pair.values[0] != "none"])
+def test_shared_and_kept_prefixes_change_only_the_cost(cache: str, window: Any, prediction: str) -> None:
+    """This holds in a one-layer model, whose keys and values depend only on their token."""
     model = tiny(1, prediction=prediction)
     request = REQUEST | {"cache": cache, "suffix": window, "sampler": "low_confidence"}
     rows = [[*range(1, 11), 11], [*range(1, 11), 12, 13], [*range(1, 11), 14, 15, 16]]
@@ -485,17 +489,17 @@ def test_prefixes_that_are_shared_and_kept(cache: str, window: Any, prediction: 
     assert rows_of(shared) == rows_of(plain)
     assert sum(shared.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens)
     first = paradec.generate(model, rows, keep_prefix=True, **request)
-    turn = [[*row, 7, 8] for row in rows_of(first)]
-    second = paradec.generate(model, turn, prefix=first.prefix, **request)
-    plain = paradec.generate(model, turn, **request)
+    next_prompts = [[*row, 7, 8] for row in rows_of(first)]
+    second = paradec.generate(model, next_prompts, prefix=first.prefix, **request)
+    plain = paradec.generate(model, next_prompts, **request)
     assert rows_of(second) == rows_of(plain)
     assert sum(second.cost.forwarded_tokens) < sum(plain.cost.forwarded_tokens)
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_copies_of_a_d2_state_decode_alike(window: Any) -> None:
+def test_copies_of_a_state_with_d2_cache_decode_alike(window: Any) -> None:
     model, sampler = tiny(2), samplers.create("threshold", threshold=0.4)
-    state = sampler.start(model, ROWS_CORNERS, cache=caches.create("d2", current_k=3), suffix=window, **REQUEST)
+    state = sampler.start(model, UNEQUAL_ROWS, cache=caches.create("d2", current_k=3), suffix=window, **REQUEST)
     for _ in range(3):
         sampler.commit(state, sampler.step(model, state))
     copies = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]

@@ -1,9 +1,11 @@
-"""d2Cache: evaluated positions against plain loops, its bookkeeping, and the public code's traces.
+"""d2Cache: evaluated positions compared with a plain loop, and replays of the public code's traces.
 
-The recorded sets of positions differ from ours: they include positions from attention rollout, rank masks by the first
-step's confidence, and end at a block that has shrunk to its masks (`AsRecorded.block_ends`). So traces are replayed
-with the recorded sets, which must give the same tokens in every call. With the last two differences imitated, the masks
-of the open block and the last step's tokens that our rule chooses must be in the recorded sets.
+The recorded sets of evaluated positions differ from paradec's in three points:
+1. they include positions from attention rollout;
+2. masks are ranked by the first step's confidence;
+3. the length of blocks is the number of masks that are left (`RecordedPositions.block_ends`).
+So traces are replayed with the recorded sets, and every call must commit the same tokens. With 2 and 3 imitated, the
+recorded sets must contain the last step's tokens and the masks of the open block that paradec selects.
 """
 
 from dataclasses import dataclass
@@ -70,10 +72,10 @@ def test_every_step_evaluates_the_positions_of_the_rule(prediction: str, k: int,
             last[row] = set(commit.positions[index][commit.selected[index]].tolist())
 
 
-class Everything(D2Cache):
-    """d2Cache that evaluates all positions."""
+class AllPositions(D2Cache):
+    """A d2Cache that evaluates all positions."""
 
-    name: ClassVar[str] = "everything"
+    name: ClassVar[str] = "all_positions"
 
     def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         return np.ones((len(rows), state.canvas.shape[1]), bool) | super().positions_to_evaluate(state, rows, picks)
@@ -85,7 +87,7 @@ class Everything(D2Cache):
 def test_evaluating_all_positions_equals_no_cache(prediction: str, suffix: Suffix | None) -> None:
     model = tiny(3, prediction=prediction)
     request = REQUEST | {"sampler": "low_confidence", "suffix": suffix, "temperature": 0.3}
-    cached = paradec.generate(model, ROWS, cache=Everything(), **request)
+    cached = paradec.generate(model, ROWS, cache=AllPositions(), **request)
     plain = paradec.generate(model, ROWS, cache="none", **request)
     assert torch.equal(cached.sequences, plain.sequences)
     assert cached.cost.forwarded_tokens == plain.cost.forwarded_tokens
@@ -95,14 +97,15 @@ def test_a_schedule_takes_more_steps_if_too_few_positions_are_evaluated() -> Non
     model = tiny(1)
     request = REQUEST | {"sampler": "low_confidence", "steps": 4, "cache": caches.create("d2", current_k=3)}
     out = paradec.generate(model, ROWS, **request)
-    assert out.row_nfe == [7] * 3 and not (out.sequences[:, -NEW:] == MASK).any()  # 5, then 3 and 2 of each block
+    # the first step commits 5 tokens, then each of the other three blocks takes steps of 3 and 2
+    assert out.row_nfe == [7] * 3 and not (out.sequences[:, -NEW:] == MASK).any()
 
 
 @dataclass(frozen=True)
-class AsRecorded(D2Cache):
-    """Evaluate the recorded positions; append our sets, with the public code's differences, to `chosen`."""
+class RecordedPositions(D2Cache):
+    """Evaluate the recorded positions. `chosen` collects paradec's sets, with points 2 and 3 above imitated."""
 
-    feeds: tuple[Forward, ...] = ()
+    forwards: tuple[Forward, ...] = ()
     chosen: Any = None
 
     def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
@@ -110,7 +113,7 @@ class AsRecorded(D2Cache):
             super().observe_confidence(state, confidence, available)
 
     def block_ends(self, state: Any, rows: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Imitate the public loop, in which blocks have the length of the last step's number of masks."""
+        """Imitate the public loop, in which the length of blocks is the number of masks before the last step."""
         log, prompt = state.cache_state, int(state.prompt_length[0])
         new = log.changed_at[0] == state.row_step[0] - 1
         column = np.arange(len(new)) - prompt
@@ -120,11 +123,11 @@ class AsRecorded(D2Cache):
 
     def positions_to_evaluate(self, state: Any, rows: np.ndarray, picks: np.ndarray | None) -> np.ndarray:
         log, shift, step = state.cache_state, state.facts.shift, int(state.row_step[0])
-        inside = self.choose_masks(state, rows)[0] & (np.arange(state.canvas.shape[1]) < state.block_end[0])
+        masks = self.choose_masks(state, rows)[0] & (np.arange(state.canvas.shape[1]) < state.block_end[0])
         new = np.flatnonzero(log.changed_at[0] == step - 1)
-        self.chosen.append({*(np.flatnonzero(inside) - shift).tolist(), *new.tolist()})
+        self.chosen.append({*(np.flatnonzero(masks) - shift).tolist(), *new.tolist()})
         evaluated = np.zeros((1, state.canvas.shape[1]), bool)
-        evaluated[0, list(self.feeds[step].positions)] = True
+        evaluated[0, list(self.forwards[step].positions)] = True
         return evaluated
 
 
@@ -142,7 +145,9 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
         with replay_case(trace, label, case, pairs):
             recorded, chosen_sets = recorded_forwards(case), list[set[int]]()
             names = ("current_k", "sigma", "inflate_w")
-            cache = AsRecorded(**{name: settings[name] for name in names}, feeds=tuple(recorded), chosen=chosen_sets)
+            cache = RecordedPositions(
+                **{name: settings[name] for name in names}, forwards=tuple(recorded), chosen=chosen_sets
+            )
             ours, tokens = decode_forwards(model, sampler, case, cache=cache, block_length=settings["block_length"])
             pairs += zip(ours, recorded, strict=False)
             assert ours == recorded and tokens == case["final_ids"][0]
@@ -152,8 +157,8 @@ def test_public_traces(name: str, numbers: tuple[int, ...] | None) -> None:
 
 
 @dataclass(frozen=True)
-class ByDensity(LowConfidence):
-    """Rank by confidence times certainty density of the answer: the public code's decoding "with a prior"."""
+class ConfidenceTimesDensity(LowConfidence):
+    """Rank by confidence times the answer's certainty density, which the public code calls a prior."""
 
     sigma: float = 10.0
 
@@ -168,7 +173,7 @@ class ByDensity(LowConfidence):
 def test_density_as_a_prior(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings = trace["settings"]
-    model, sampler = model_of(trace), ByDensity(sigma=settings["prior_sigma"])
+    model, sampler = model_of(trace), ConfidenceTimesDensity(sigma=settings["prior_sigma"])
     for label, case in select_cases(trace, numbers):
         pairs: list[Any] = []
         with replay_case(trace, label, case, pairs):

@@ -1,4 +1,4 @@
-"""Kept and shared prefixes, and the prefix tree."""
+"""Keys and values of prompts that are kept for the next turn or shared by the rows of a batch; the prefix tree."""
 
 import itertools
 from functools import partial
@@ -29,7 +29,7 @@ EXACT_PAIRS = [(name, PREDICTIONS[index % 2]) for index, name in enumerate(EXACT
 """Every exact cache with one prediction, and the block cache with both."""
 ROWS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10] * 11]
 SYSTEM = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]
-"""Two and a half blocks of 4."""
+"""A common prefix of two and a half blocks of 4."""
 ENDS = tuple(range(20, 40))
 """Many end tokens, so that rows of random models end early."""
 
@@ -57,8 +57,10 @@ def largest_gap(model: Model, rows: list[list[int]], cache: Any, new: int = 10, 
     return gap
 
 
-def assert_rows_alone(together: Any, model: Model, rows: list[list[int]], extra: int = 0, **request: Any) -> None:
-    """Assert that rows do not depend on the batch, except for `extra` additional forwards in it."""
+def assert_equals_separate_rows(
+    together: Any, model: Model, rows: list[list[int]], extra: int = 0, **request: Any
+) -> None:
+    """Assert that a batch gives the same rows as separate decoding. extra: additional forwards of each row in it."""
     for index, row in enumerate(rows):
         expected = paradec.generate(model, [row], **request)
         assert together.new_tokens[index].tolist() == expected.new_tokens[0].tolist()
@@ -83,30 +85,30 @@ def run_conversation(model: Model, cache: Any, prefix: KeptPrefix | None = None,
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "prediction"), EXACT_PAIRS)
-def test_three_turns_equal_those_without_reuse(cache: str, prediction: str) -> None:
+def test_three_turns_with_a_kept_prefix_equal_turns_without_it(cache: str, prediction: str) -> None:
     model = tiny(2, "block_causal", prediction)
     outputs = run_conversation(model, cache)
     assert outputs[0].cost.reused_tokens == [0, 0, 0]
-    for before, after in zip(outputs, outputs[1:], strict=False):
-        assert after.cost.reused_tokens == list(map(len, before.prefix.tokens))
-        assert all(count % 4 == 0 and count >= 8 for count in after.cost.reused_tokens)
-        assert after.prefix.exact
+    for previous, output in zip(outputs, outputs[1:], strict=False):
+        assert output.cost.reused_tokens == list(map(len, previous.prefix.tokens))
+        assert all(count % 4 == 0 and count >= 8 for count in output.cost.reused_tokens)
+        assert output.prefix.exact
     rows = [row + [5, 5] for row in outputs[-1].prefix.tokens]
     assert largest_gap(model, rows, cache, prefix=outputs[-1].prefix) < 1e-12
 
 
-@pytest.mark.parametrize("first", ["hierarchical", "dkv_decode", "block"])
-def test_a_prefix_is_exact_if_its_cache_is(first: str) -> None:
+@pytest.mark.parametrize("first_cache", ["hierarchical", "dkv_decode", "block"])
+def test_a_prefix_is_exact_if_all_its_turns_used_exact_caches(first_cache: str) -> None:
     model, rows = tiny(2, "block_causal"), ROWS
     prefix = None
-    for cache in (first, "block", "prefix"):
+    for cache in (first_cache, "block", "prefix"):
         out = paradec.generate(model, rows, cache=cache, prefix=prefix, keep_prefix=True, **request())
         assert all(out.cost.reused_tokens) == (prefix is not None)
-        assert out.prefix.exact == (first == "block")
+        assert out.prefix.exact == (first_cache == "block")
         prefix, rows = out.prefix, [[*row, 5, 5] for row in out.prefix.tokens]
 
 
-def test_keys_of_causal_calls_are_shared_only_with_causal_calls() -> None:
+def test_keys_from_causal_calls_are_reused_only_by_causal_calls() -> None:
     model, causal, noncausal = tiny(2, "block_causal"), samplers.create("s2d2"), samplers.create("s2d2", causal=False)
     outputs = run_conversation(model, "block", sampler=causal)
     assert outputs[-1].prefix.exact and outputs[-1].prefix.causal_keys
@@ -123,7 +125,7 @@ def test_keys_of_causal_calls_are_shared_only_with_causal_calls() -> None:
     run_conversation(model, "block", first.prefix, sampler=noncausal)
 
 
-def test_reused_tokens_are_not_forwarded() -> None:
+def test_reused_tokens_are_not_evaluated() -> None:
     model = tiny(2, "block_causal")
     first = paradec.generate(model, [[1] * 13], cache="block", keep_prefix=True, **request())
     rows = [first.sequences[0].tolist() + [2, 3]]
@@ -165,11 +167,11 @@ def test_kept_keys_and_values_equal_those_of_a_forward(sampler: str, prediction:
             for layer, pair in expected.layers.items():
                 for actual, tensor in zip(out.prefix.layers[layer], pair, strict=True):
                     torch.testing.assert_close(actual[index, : len(tokens)], tensor[0], rtol=0, atol=1e-12)
-        assert longest >= (12 if sampler in DEFAULT else 8)  # the prompt's blocks and one more
+        assert longest >= (12 if sampler in DEFAULT else 8)  # 8 tokens of the prompt, and for some samplers a block
         assert out.prefix.nbytes == 2 * 3 * 3 * longest * 2 * 8 * 8
 
 
-def test_only_common_blocks_are_reused() -> None:
+def test_only_blocks_in_common_with_the_prefix_are_reused() -> None:
     model = tiny(2, "block_causal")
     prefix = paradec.generate(model, [list(range(1, 19))], cache="block", keep_prefix=True, **request()).prefix
     assert len(prefix.tokens[0]) == 24
@@ -179,10 +181,10 @@ def test_only_common_blocks_are_reused() -> None:
     assert torch.equal(out.sequences, paradec.generate(model, rows, **request()).sequences)
 
 
-def count_reusable(prediction: str, common: int, prompt: int) -> int:
-    """Count reusable leading positions: whole common blocks of 4 before the logits of the first mask."""
-    first_logits = prompt - (prediction == "shifted")
-    return sum(4 for end in range(4, 200, 4) if end <= common and end <= first_logits)
+def count_reusable(prediction: str, num_common: int, prompt_length: int) -> int:
+    """Count reusable leading positions: common blocks of 4 before the position that predicts the first new token."""
+    first_predicting = prompt_length - (prediction == "shifted")
+    return sum(4 for end in range(4, 200, 4) if end <= num_common and end <= first_predicting)
 
 
 def count_reused(model: Model, rows: list[list[int]], **reuse: Any) -> list[int]:
@@ -191,7 +193,7 @@ def count_reused(model: Model, rows: list[list[int]], **reuse: Any) -> list[int]
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_prompts_of_every_length_beyond_whole_blocks(prediction: str) -> None:
+def test_kept_prefixes_with_prompts_of_every_length(prediction: str) -> None:
     model = tiny(2, "block_causal", prediction)
     first = paradec.generate(model, [SYSTEM], cache="block", keep_prefix=True, **request()).prefix
     tokens = first.tokens[0]
@@ -200,7 +202,7 @@ def test_prompts_of_every_length_beyond_whole_blocks(prediction: str) -> None:
     expected = [count_reusable(prediction, size, size) for size in range(1, len(tokens))]
     assert count_reused(model, rows, prefix=first) == expected and {0, 4, 8, 12} <= set(expected)
     assert largest_gap(model, rows, "block", new=4, prefix=first) < 1e-12
-    # one row copies the kept keys, two rows read them in place
+    # a single row copies the kept keys; two rows with the same prefix read them in place
     for num_new in (0, 1, 3, 4):
         rows = [tokens + [31] * num_new, tokens + [32] * num_new][: 1 + num_new % 2]
         count = count_reusable(prediction, len(tokens), len(tokens) + num_new)
@@ -210,9 +212,9 @@ def test_prompts_of_every_length_beyond_whole_blocks(prediction: str) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize("beyond", range(4))
-def test_shared_prompts_of_every_length_beyond_whole_blocks(prediction: str, beyond: int) -> None:
-    model, common = tiny(2, "block_causal", prediction), list(range(1, 9 + beyond))
+@pytest.mark.parametrize("num_rest", range(4))
+def test_shared_prefixes_of_two_blocks_and_up_to_three_tokens(prediction: str, num_rest: int) -> None:
+    model, common = tiny(2, "block_causal", prediction), list(range(1, 9 + num_rest))
     for rows in ([common, common + [20, 21, 22]], [common + [20], common, common + [21] * 6]):
         count = count_reusable(prediction, len(common), len(common))
         assert count_reused(model, rows, share_prefix=True) == [count] * len(rows)
@@ -233,25 +235,25 @@ def test_rows_find_their_prefix_in_any_order() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("cache", "prediction"), EXACT_PAIRS)
-def test_a_shared_prefix_changes_nothing(cache: str, prediction: str) -> None:
+def test_a_shared_prefix_changes_neither_tokens_nor_scores(cache: str, prediction: str) -> None:
     model = tiny(2, "block_causal", prediction)
     rows = [SYSTEM + row for row in ROWS]
     together = paradec.generate(model, rows, cache=cache, share_prefix=True, **request())
     assert together.cost.reused_tokens == [8, 8, 8]
-    assert_rows_alone(together, model, rows, 1, cache=cache, **request())
+    assert_equals_separate_rows(together, model, rows, 1, cache=cache, **request())
     assert largest_gap(model, rows, cache, share_prefix=True) < 1e-12
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["wino", "credit", "random", "freedave", "tree"])
-def test_samplers_over_a_shared_prefix(sampler: str) -> None:
+def test_samplers_decode_alike_with_a_shared_prefix(sampler: str) -> None:
     model = tiny(2, "block_causal", ends=ENDS)
     rows = [SYSTEM + [index] * (index % 3 + 1) for index in range(8)]
     method = samplers.create("freedave", draft_mode="tree") if sampler == "tree" else samplers.create(sampler)
     changes = request(sampler=method, eos_early_stop=True, temperature=1.0, max_new_tokens=16)
     together = paradec.generate(model, rows, cache="block", share_prefix=True, **changes)
     assert len(set(together.row_nfe)) > 1
-    assert_rows_alone(together, model, rows, 1, cache="block", **changes)
+    assert_equals_separate_rows(together, model, rows, 1, cache="block", **changes)
 
 
 def test_a_shared_prefix_is_stored_and_counted_once() -> None:
@@ -259,9 +261,9 @@ def test_a_shared_prefix_is_stored_and_counted_once() -> None:
     rows = [SYSTEM * 4 + [index] * 3 for index in range(8)]
     plain = paradec.generate(model, rows, cache="block", **request())
     shared = paradec.generate(model, rows, cache="block", share_prefix=True, trace=True, **request())
-    position = 8 * 2 * 2 * 2 * 8  # float64, keys and values, 2 layers of 2 heads of 8
-    assert plain.cost.store_bytes == position * 8 * (56 + 1)
-    assert shared.cost.store_bytes == position * (40 + 8 * (16 + 1))
+    position_bytes = 8 * 2 * 2 * 2 * 8  # float64, keys and values, 2 layers of 2 heads of 8
+    assert plain.cost.store_bytes == position_bytes * 8 * (56 + 1)
+    assert shared.cost.store_bytes == position_bytes * (40 + 8 * (16 + 1))
     assert shared.forwarded_tokens == plain.forwarded_tokens - 7 * 40
     assert shared.row_forwards == plain.row_forwards + 1 and shared.nfe == plain.nfe + 1
     assert shared.trace.steps[0].kind == "prefix" and shared.trace.steps[0].forwarded == [40, 0, 0, 0, 0, 0, 0, 0]
@@ -285,7 +287,7 @@ def test_a_prefix_of_all_rows_is_read_in_place() -> None:
     assert largest_gap(model, rows, "block", prefix=out.prefix) < 1e-12
 
 
-def test_rows_without_a_common_block_share_nothing() -> None:
+def test_rows_without_a_common_block_reuse_no_token() -> None:
     model = tiny(1, "block_causal")
     for rows in ([SYSTEM], [[1, 2, 3, 4], [1, 2, 3, 5]]):
         out = paradec.generate(model, rows, cache="block", share_prefix=True, **request())
@@ -294,17 +296,20 @@ def test_rows_without_a_common_block_share_nothing() -> None:
         assert out.nfe == plain.nfe and torch.equal(out.sequences, plain.sequences)
 
 
-@pytest.mark.parametrize("columns", ["each", "all", "none"])
+@pytest.mark.parametrize("mask_kind", ["per query", "common", "none"])
 @pytest.mark.parametrize("max_scores", [2**24, 50])
-def test_attention_over_a_shared_prefix_is_attention_over_both(columns: str, max_scores: int, monkeypatch: Any) -> None:
+def test_attention_with_a_shared_prefix_equals_attention_to_all_keys(
+    mask_kind: str, max_scores: int, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(shared_prefix, "MAX_SCORES", max_scores)
     torch.manual_seed(0)
     query = torch.randn(3, 6, 5, 8, dtype=torch.float64)
     keys, values = torch.randn(2, 3, 2, 7, 8, dtype=torch.float64)
     prefix_keys, prefix_values = torch.randn(2, 4, 2, 8, dtype=torch.float64)
-    mask = {"none": None, "all": torch.rand(3, 1, 1, 7) > 0.4, "each": torch.rand(3, 1, 5, 7) > 0.4}[columns]
-    if columns == "each":
-        mask[1, :, 2] = False  # a column that sees only the prefix
+    masks = {"none": None, "common": torch.rand(3, 1, 1, 7) > 0.4, "per query": torch.rand(3, 1, 5, 7) > 0.4}
+    mask = masks[mask_kind]
+    if mask_kind == "per query":
+        mask[1, :, 2] = False  # a query that attends only to the prefix
     output = shared_prefix.attend_shared(query, keys, values, mask, (prefix_keys, prefix_values), 0.3)
     all_keys, all_values = (
         torch.cat((common.transpose(0, 1).expand(3, -1, -1, -1), suffix), 2)
@@ -321,7 +326,7 @@ def test_attention_over_a_shared_prefix_is_attention_over_both(columns: str, max
 @pytest.mark.parametrize("cache", ["prefix", "dual", "dkv_decode", "dkv_pd"])
 def test_bidirectional_models_are_exact_only_with_one_layer(cache: str) -> None:
     prediction = "shifted" if cache in ("dual", "dkv_decode") else "same"
-    # later tokens change the prefix's keys from the second layer on, and scores from the third
+    # tokens after the prefix change its keys from the second layer on, which changes scores from the third layer on
     for layers in (1, 3):
         model = tiny(layers, prediction=prediction)
         prefix = paradec.generate(model, ROWS, cache=cache, keep_prefix=True, **request()).prefix
@@ -332,7 +337,7 @@ def test_bidirectional_models_are_exact_only_with_one_layer(cache: str) -> None:
         assert not prefix.exact
 
 
-def test_rows_over_a_kept_prefix_do_not_depend_on_each_other() -> None:
+def test_rows_with_a_kept_prefix_do_not_depend_on_each_other() -> None:
     model = tiny(3)
     prefix = paradec.generate(model, [SYSTEM], cache="dual", keep_prefix=True, **request(block_length=5)).prefix
     rows = [SYSTEM + row for row in ROWS]
@@ -340,7 +345,7 @@ def test_rows_over_a_kept_prefix_do_not_depend_on_each_other() -> None:
         changes = request(block_length=5, cache=cache, prefix=prefix)
         together = paradec.generate(model, rows, **changes)
         assert together.cost.reused_tokens == [10, 10, 10]
-        assert_rows_alone(together, model, rows, **changes)
+        assert_equals_separate_rows(together, model, rows, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +368,7 @@ def test_a_prefix_of_another_model_or_dtype_is_refused(model_and_prefix: Any) ->
     assert paradec.generate(model, [SYSTEM], cache=narrow, prefix=narrow_prefix, **request()).cost.reused_tokens == [8]
 
 
-def test_a_prefix_is_refused_once_weights_have_changed() -> None:
+def test_a_prefix_is_refused_after_the_weights_change() -> None:
     model = tiny(1, "block_causal")
     prefix = paradec.generate(model, [SYSTEM], cache="block", keep_prefix=True, **request()).prefix
     with torch.no_grad():
@@ -384,11 +389,11 @@ def test_release_frees_the_memory() -> None:
 
 
 BLOCK = 3
-ROW = 2 * 2 * 4  # bytes of a token: keys and values of two float32 each
+TOKEN_BYTES = 2 * 2 * 4  # a key and a value of two float32 numbers
 
 
-def layers(tokens: list[int], salt: int = 0) -> Layers:
-    """Return keys and values that depend on all tokens up to their position."""
+def make_layers(tokens: list[int], salt: int = 0) -> Layers:
+    """Return keys and values, each of which depends on the tokens up to its position."""
     sums = [hash((salt, *tokens[: end + 1])) % 1000 for end in range(len(tokens))]
     values = torch.tensor(sums, dtype=torch.float32)[:, None, None].expand(-1, 1, 2)
     return {0: (values, -values)}
@@ -399,7 +404,7 @@ CALL = st.tuples(st.sampled_from(("add", "find", "clear")), st.lists(st.integers
 
 @given(calls=st.lists(CALL, max_size=40), max_blocks=st.integers(0, 12))
 def test_the_prefix_tree_equals_a_dictionary_with_least_recently_used_eviction(calls: Any, max_blocks: int) -> None:
-    tree = PrefixTree(BLOCK, max_blocks * BLOCK * ROW)
+    tree = PrefixTree(BLOCK, max_blocks * BLOCK * TOKEN_BYTES)
     last_use: dict[tuple[int, tuple[int, ...]], int] = {}  # (salt, prefix) -> time
     clock = 0
 
@@ -418,11 +423,11 @@ def test_the_prefix_tree_equals_a_dictionary_with_least_recently_used_eviction(c
             count, found_layers = tree.find(tokens, salt)
             assert count == stored
             for layer, (keys, values) in found_layers.items():
-                expected = layers(tokens, salt)[layer]
+                expected = make_layers(tokens, salt)[layer]
                 assert torch.equal(keys, expected[0][:count]) and torch.equal(values, expected[1][:count])
         else:
             length = len(tokens) // BLOCK * BLOCK
-            new_layers = {layer: (k[stored:], v[stored:]) for layer, (k, v) in layers(tokens, salt).items()}
+            new_layers = {layer: (k[stored:], v[stored:]) for layer, (k, v) in make_layers(tokens, salt).items()}
             assert tree.add(tokens, new_layers, stored, salt) == max(min(length, max_blocks * BLOCK) - stored, 0)
             last_use |= {(salt, tuple(tokens[:end])): 0 for end in range(BLOCK, length + 1, BLOCK) if end > stored}
         for prefix in reversed(stored_prefixes(tokens, salt)):
@@ -431,10 +436,10 @@ def test_the_prefix_tree_equals_a_dictionary_with_least_recently_used_eviction(c
         while len(last_use) > max_blocks:
             parents = {(salt, prefix[:-BLOCK]) for salt, prefix in last_use}
             del last_use[min(last_use.keys() - parents, key=last_use.__getitem__)]
-        assert len(tree) == len(last_use) * BLOCK and tree.nbytes == len(last_use) * BLOCK * ROW
+        assert len(tree) == len(last_use) * BLOCK and tree.nbytes == len(last_use) * BLOCK * TOKEN_BYTES
 
 
-def test_nonfinite_keys_are_not_kept() -> None:
+def test_blocks_with_nan_keys_are_not_stored() -> None:
     tree = PrefixTree(BLOCK, 10_000)
     keys = torch.zeros(9, 1, 2)
     keys[4, 0, 1] = float("nan")

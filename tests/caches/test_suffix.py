@@ -1,4 +1,4 @@
-"""Suffix windows: equality with a plain loop, windows that cover the answer, evaluated positions, and short forms."""
+"""Suffix windows, outside which the model does not see masks: equality with a plain loop, and evaluated positions."""
 
 import math
 from typing import Any
@@ -30,7 +30,7 @@ def answers(out: Any) -> list[list[int]]:
 
 
 def masks_in_window(suffix: Suffix, prompt: list[int], end: int, length: int) -> list[int]:
-    """The masks that remain in the window after a block that ends at `end`, chosen by one random number each."""
+    """Return the masks that the model sees after a block that ends at `end`; one random number decides each."""
     after = list(range(end, min(end + suffix.window, length)))
     if suffix.density == "cut" or not after:
         return after
@@ -45,7 +45,7 @@ def masks_in_window(suffix: Suffix, prompt: list[int], end: int, length: int) ->
 
 
 def plain_loop(model: Model, prompt: list[int], suffix: Suffix) -> list[int]:
-    """Decode one token per step, the most confident of the block, in a row without the masks outside the window."""
+    """Decode the most confident token of the block in each step. The model does not see masks outside the window."""
     row, length = [*prompt, *[MASK] * NEW], len(prompt) + NEW
     for start in range(len(prompt), length, BLOCK):
         end = start + BLOCK
@@ -87,7 +87,7 @@ def test_a_window_that_covers_the_answer_changes_nothing(cache: str, prediction:
 
 
 @pytest.mark.parametrize("cache", SUFFIX_CACHES)
-def test_masks_outside_the_window_are_neither_evaluated_nor_seen(cache: str) -> None:
+def test_masks_outside_the_window_are_neither_evaluated_nor_attended_to(cache: str) -> None:
     model, sampler = tiny(2), samplers.create("low_confidence")
     state = sampler.start(model, ROWS, cache=cache, suffix=Suffix(9, "uniform", count=4), **REQUEST)
     num_skipped = 0
@@ -106,32 +106,32 @@ def test_masks_outside_the_window_are_neither_evaluated_nor_seen(cache: str) -> 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", SUFFIX_CACHES)
-def test_given_text_after_the_window_is_context(cache: str) -> None:
+def test_prompt_tokens_after_the_window_are_context(cache: str) -> None:
     model = tiny(3)
-    holes = [1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8]
+    prompt = [1, 2, *[MASK] * 8, 5, 6, *[MASK] * 8, 7, 8]
     request = {"max_new_tokens": 0, "block_length": 4, "suffix": 2, "cache": cache, "sampler": "low_confidence"}
-    first = paradec.generate(model, [holes], **request).sequences[0]
-    changed = paradec.generate(model, [[*holes[:-1], 9]], **request).sequences[0]
+    first = paradec.generate(model, [prompt], **request).sequences[0]
+    changed = paradec.generate(model, [[*prompt[:-1], 9]], **request).sequences[0]
     assert first[:10].tolist() != changed[:10].tolist()
-    wide = paradec.generate(model, [holes], **request | {"suffix": 64}).sequences
-    assert torch.equal(wide, paradec.generate(model, [holes], **request | {"suffix": None}).sequences)
+    wide = paradec.generate(model, [prompt], **request | {"suffix": 64}).sequences
+    assert torch.equal(wide, paradec.generate(model, [prompt], **request | {"suffix": None}).sequences)
 
 
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-def test_positions_evaluated(cache: str) -> None:
-    prompt, new, window = 3, 40, 6
+def test_number_of_evaluated_positions(cache: str) -> None:
+    prompt_length, new, window = 3, 40, 6
     request = REQUEST | {"max_new_tokens": new, "sampler": "low_confidence", "cache": cache, "suffix": window}
     out = paradec.generate(tiny(1), [[1, 2, 3]], **request)
     total = 0
-    for start in range(prompt, prompt + new, BLOCK):
-        ahead = min(window, prompt + new - start - BLOCK)
-        inside = {"none": start + BLOCK + ahead, "prefix": BLOCK + ahead, "dual": BLOCK}[cache]
-        total += start + BLOCK + ahead + (BLOCK - 1) * inside
+    for start in range(prompt_length, prompt_length + new, BLOCK):
+        num_after = min(window, prompt_length + new - start - BLOCK)
+        partial = {"none": start + BLOCK + num_after, "prefix": BLOCK + num_after, "dual": BLOCK}[cache]
+        total += start + BLOCK + num_after + (BLOCK - 1) * partial
     assert out.cost.forwarded_tokens == [total]
 
 
 @pytest.mark.parametrize(("prediction", "nearest"), [("same", 0.798), ("shifted", 0.638)])
-def test_the_density_is_the_papers(prediction: str, nearest: float) -> None:
+def test_the_gaussian_density_equals_the_papers(prediction: str, nearest: float) -> None:
     p = Suffix(256, "gaussian").probabilities(prediction, 256)
     assert p.shape == (256,) and p[0] == pytest.approx(nearest, abs=1e-3)
     assert p[-1] == pytest.approx(p[0] * math.exp(-8), rel=1e-9)
@@ -159,7 +159,7 @@ def test_models_without_position_ids_may_have_a_cut_window() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-def test_several_open_blocks(cache: str) -> None:
+def test_the_window_begins_after_the_last_open_block(cache: str) -> None:
     model, window = tiny(2), 3
     rule = samplers.create("entropy_threshold", threshold=1.0)
     request = {"max_new_tokens": 24, "blocks": PipelinedBlocks(4, add=0.5), "sampler": rule, "cache": cache, "seed": 1}
@@ -167,14 +167,14 @@ def test_several_open_blocks(cache: str) -> None:
     plain = paradec.generate(model, ROWS, **request)
     assert answers(paradec.generate(model, ROWS, suffix=24, **request)) == answers(plain)
     cut = paradec.generate(model, ROWS, suffix=window, **request)
-    num_steps = 0
+    num_pipelined_steps = 0
     for row, prompt in enumerate(ROWS):
         for step in cut.trace.steps:
             if step.blocks[row] is None:
                 continue
             start, end = step.blocks[row]
-            num_steps += end - start > 4
+            num_pipelined_steps += end - start > 4
             last = max(stop for _, stop in step.evaluated[row])
             assert last == min(end + window, len(prompt) + 24) or cache == "dual" and last <= end + window
         assert answers(paradec.generate(model, [prompt], suffix=window, **request)) == [answers(cut)[row]]
-    assert num_steps
+    assert num_pipelined_steps

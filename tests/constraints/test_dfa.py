@@ -22,17 +22,17 @@ def matches(language: Dfa, text: str) -> bool:
     return language.accepts(map(ord, text))
 
 
-def all_texts(signs: str, max_length: int) -> list[str]:
-    return ["".join(text) for size in range(max_length + 1) for text in itertools.product(signs, repeat=size)]
+def all_texts(letters: str, max_length: int) -> list[str]:
+    return ["".join(text) for size in range(max_length + 1) for text in itertools.product(letters, repeat=size)]
 
 
-def count_classes(language: Dfa, signs: str) -> int:
-    """Count the states that texts of `signs` distinguish (Moore's algorithm)."""
+def count_classes(language: Dfa, letters: str) -> int:
+    """Count the states that texts of these letters distinguish (Moore's algorithm)."""
     size = len(language.rows)
-    step = np.full((size + 1, len(signs)), size)
+    step = np.full((size + 1, len(letters)), size)
     for state, row in enumerate(language.rows):
         for low, high, target in row:
-            step[state, [index for index, sign in enumerate(signs) if low <= ord(sign) <= high]] = target
+            step[state, [index for index, letter in enumerate(letters) if low <= ord(letter) <= high]] = target
     label = np.array([*language.accept, False], np.int64)
     while True:
         rows = np.column_stack((label, label[step]))
@@ -61,12 +61,12 @@ def test_operations_match_sets_and_automata_are_minimal(first: str, second: str)
         assert not language.rows or count_classes(language, "abc\n") == len(language.rows)
 
 
-def test_length_ranges_need_one_state_per_character() -> None:
+def test_automata_of_length_ranges_and_alternatives_are_small() -> None:
     assert len(to_dfa(parse(".{0,300}")).rows) == 301 == len(languages.length_language(0, 300).rows)
     assert len(to_dfa(parse("(x{0,30}y{0,30})z")).rows) < 70
-    bytes_of = to_dfa(parse("é{0,40}"), over_bytes=True)
-    assert len(bytes_of.rows) == 81 and bytes_of.accepts("éé".encode())
-    # parts that several prefixes reach are shared
+    over_bytes = to_dfa(parse("é{0,40}"), over_bytes=True)
+    assert len(over_bytes.rows) == 81 and over_bytes.accepts("éé".encode())
+    # the end of the pattern, which several prefixes reach, is stored once
     shared = to_dfa(parse("(a|b|cc|dd)(x{20}|y{20})"))
     assert len(shared.rows) == 43
 
@@ -85,7 +85,7 @@ def test_ecma_patterns_match_anywhere(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "yes", "no"),
+    ("pattern", "accepted", "rejected"),
     [
         (r"^\S$", ["a", "é"], ["\xa0", "\u3000", "\ufeff", "\u2028", " "]),
         (r"^\s$", ["\xa0", "\u3000", "\ufeff", "\t"], ["a", "\x1c", "\x85"]),
@@ -99,41 +99,41 @@ def test_ecma_patterns_match_anywhere(pattern: str) -> None:
         (r"^\u{1F600}\x41\cJ\0$", ["\U0001f600A\n\0"], ["\U0001f600A"]),
     ],
 )
-def test_ecma_patterns_that_python_reads_differently(pattern: str, yes: list[str], no: list[str]) -> None:
+def test_ecma_patterns_that_python_reads_differently(pattern: str, accepted: list[str], rejected: list[str]) -> None:
     language = ecma_search(pattern)
-    assert all(matches(language, text) for text in yes) and not any(matches(language, text) for text in no)
+    assert all(matches(language, text) for text in accepted) and not any(matches(language, text) for text in rejected)
 
 
 REFUSED = ["(", "a)", "[a", "*a", "\\", "[b-a]", "(?<=a)b", "a(?=b)", "^(?!.*,)", r"\ud83d\ude00", r"\bx", r"(a)\1"]
 
 
 @pytest.mark.parametrize("pattern", [*REFUSED, r"\p{L}", "(?i)a", "{2}", "a**"])
-def test_ecma_patterns_that_are_refused(pattern: str) -> None:
+def test_unsupported_ecma_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"regex=.* at \d+ is not supported"):
         ecma_search(pattern)
 
 
-VALUES = [0, 1, -1, 12, -100, 0.5, -12.25, 99.99, 1e-7, 123456.789, 105, 1e20]
-WHOLE, FRACTIONS = ["0", "1", "5", "9", "10", "12", "13", "99", "100", "105", "123456", "1" + "0" * 20], [
+BOUNDS = [0, 1, -1, 12, -100, 0.5, -12.25, 99.99, 1e-7, 123456.789, 105, 1e20]
+INTEGER_PARTS, FRACTIONS = ["0", "1", "5", "9", "10", "12", "13", "99", "100", "105", "123456", "1" + "0" * 20], [
     "", ".0", ".5", ".25", ".250", ".251", ".24999", ".99", ".990", ".0000001", ".789", ".78900001"
 ]  # fmt: skip
 
 
 def test_numeric_bounds_match_decimal() -> None:
-    """Check a grid of numbers at every bound. Exclusive bounds other than 0 refuse numbers of more than 15 digits."""
-    for text in (sign + full + fraction for sign in ("", "-") for full in WHOLE for fraction in FRACTIONS):
+    """Compare a grid of numbers with every bound. Exclusive bounds except 0 reject numbers of more than 15 digits."""
+    for text in map("".join, itertools.product(("", "-"), INTEGER_PARTS, FRACTIONS)):
         number = Decimal(text)
         assert matches(PLAIN, text) == (number != 0 or text[0] != "-")
         if text[0] == "-" and not number:
             continue
         assert matches(INTEGRAL, text) == (number == int(number))
-        short = sum(sign.isdigit() for sign in text) <= 15
-        for value in VALUES:
+        is_short = sum(character.isdigit() for character in text) <= 15
+        for value in BOUNDS:
             bound = Decimal(str(value))
             assert matches(at_most(value), text) == (number <= bound)
             assert matches(at_least(value), text) == (number >= bound)
             assert matches(equal_to(value), text) == (number == bound)
-            if short or not value:
+            if is_short or not value:
                 assert matches(at_most(value, True), text) == (number < bound)
                 assert matches(at_least(value, True), text) == (number > bound)
             else:
@@ -155,10 +155,10 @@ def test_formats_accept_valid_texts_only() -> None:
         "email": (["a.b@c.de"], ["a@b", "@", "a"]),
         "json-pointer": (["", "/a~0/b"], ["a", "/~2"]),
     }
-    for name, (yes, no) in cases.items():
+    for name, (accepted, rejected) in cases.items():
         language = languages.format_language(name)
-        assert language is not None and all(matches(language, text) for text in yes), name
-        assert not any(matches(language, text) for text in no), name
+        assert language is not None and all(matches(language, text) for text in accepted), name
+        assert not any(matches(language, text) for text in rejected), name
     parts, language = ["", "0", "1", "ab", "ffff"], languages.format_language("ipv6")
     draw = np.random.default_rng(0)
     for _ in range(1500):

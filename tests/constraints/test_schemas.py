@@ -1,4 +1,4 @@
-"""Keywords of JSON schemas against a plain validator: cases, all texts of small vocabularies, random schemas."""
+"""JSON schemas compared with the validator `oracles.json_schema`: keywords, small vocabularies, random schemas."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def accepts(automaton: ByteAutomaton, value: Any) -> bool:
 
 CLOSED = {"type": "object", "additionalProperties": False}
 AB = {"a": {"type": "integer"}, "b": {"type": "string"}}
+# name -> (schema, accepted values, rejected values)
 CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "bounds of numbers": ({"type": "number", "minimum": -1.5, "exclusiveMaximum": 2}, [-1.5, 0, 1.99], [-1.51, 2, 2.5]),
     "draft 4's bounds": ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, [4], [3]),
@@ -99,7 +100,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_keywords(name: str) -> None:
-    """Every case has accepted and rejected values; random texts of the automaton must be valid."""
+    """The automaton accepts and rejects the values of the case, and all texts drawn from it are valid."""
     schema, accepted, rejected = CASES[name]
     automaton = automaton_of(schema)
     reference = json.loads(json.dumps(schema).replace('"exclusiveMinimum": true', '"exclusiveMinimum": 3'))
@@ -130,10 +131,9 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize("name", SMALL)
 def test_all_texts_of_a_small_vocabulary(name: str) -> None:
     """Texts of up to seven parts are accepted if valid, with every key once and in the order of the schema."""
-    schema, automaton, actual = SMALL[name], automaton_of(SMALL[name], depth=8), 0
+    schema, automaton, num_accepted = SMALL[name], automaton_of(SMALL[name], depth=8), 0
 
     def extend(text: str, state: int, size: int) -> None:
-        nonlocal actual
         for part in TOKENS:
             next_state = state
             for byte in part.encode():
@@ -143,7 +143,7 @@ def test_all_texts_of_a_small_vocabulary(name: str) -> None:
                 extend(text + part, next_state, size - 1)
 
     def check(text: str, accepted: bool) -> None:
-        nonlocal actual
+        nonlocal num_accepted
         try:
             pairs = json.loads(text, object_pairs_hook=list)
             value = json.loads(text)
@@ -153,10 +153,10 @@ def test_all_texts_of_a_small_vocabulary(name: str) -> None:
         keys = [pair[0] for pair in pairs if isinstance(pair, tuple)] if isinstance(pairs, list) else []
         in_order = keys == [key for key in ("a", "b") if key in keys]
         assert accepted == (in_order and is_valid(value, schema, schema)), text
-        actual += accepted
+        num_accepted += accepted
 
     extend("", 0, 7)
-    assert actual >= 2
+    assert num_accepted >= 2
 
 
 NAMES, SIMPLE = ["a", "b", "ab", "c"], [1, "a", None, 0.5, True, {}]
@@ -172,33 +172,33 @@ def random_schema(draw: random.Random, depth: int) -> Any:
     def inner() -> Any:
         return random_schema(draw, depth - 1)
 
-    def some(**entries: Any) -> dict[str, Any]:
+    def draw_some(**entries: Any) -> dict[str, Any]:
         return {key: make() for key, make in entries.items() if draw.random() < 0.35}
 
     def names() -> list[str]:
         return draw.sample(NAMES, draw.randint(0, 2))
 
-    match draw.choice(["object"] * 3 + ["array"] * 2 + ["string", "number"] + ["combined"] * 4):
+    match draw.choice(["object"] * 3 + ["array"] * 2 + ["string", "number"] + ["combination"] * 4):
         case "object":
-            return {"type": "object", "properties": {name: inner() for name in draw.sample(NAMES, 2)}} | some(
+            return {"type": "object", "properties": {name: inner() for name in draw.sample(NAMES, 2)}} | draw_some(
                 required=names, additionalProperties=lambda: draw.choice([False, True, inner()]),
                 patternProperties=lambda: {draw.choice(["^a", "b", "."]): inner()},
                 minProperties=lambda: draw.randint(0, 1),
             )  # fmt: skip
         case "array":
-            return {"type": "array"} | some(
+            return {"type": "array"} | draw_some(
                 items=inner, prefixItems=lambda: [inner()], minItems=lambda: draw.randint(0, 2),
                 maxItems=lambda: draw.randint(0, 3),
             )  # fmt: skip
         case "string":
             patterns = ["^a", "b$", "^[ab]*$", "a.", "^(a|bb)$"]
-            return some(minLength=lambda: draw.randint(0, 2), maxLength=lambda: draw.randint(0, 3),
+            return draw_some(minLength=lambda: draw.randint(0, 2), maxLength=lambda: draw.randint(0, 3),
                         pattern=lambda: draw.choice(patterns))  # fmt: skip
         case "number":
             bounds = {key: lambda: draw.choice([0, 1, 2, -1, 0.5, 1.5]) for key in (
                 "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")}  # fmt: skip
             kind = draw.choice(["integer", "number"])
-            return {"type": kind} | some(**bounds, multipleOf=lambda: draw.choice([1, 2, 3]))
+            return {"type": kind} | draw_some(**bounds, multipleOf=lambda: draw.choice([1, 2, 3]))
     parts: dict[str, Any] = {
         "not": inner, "anyOf": lambda: [inner(), inner()], "oneOf": lambda: [inner(), inner(), inner()],
         "allOf": lambda: [inner(), inner()],
@@ -209,7 +209,7 @@ def random_schema(draw: random.Random, depth: int) -> Any:
 
 @pytest.mark.parametrize(("seed", "count"), [(1, 15), *(pytest.param(n, 40, marks=pytest.mark.full) for n in range(8))])
 def test_random_schemas_accept_valid_values_only(seed: int, count: int) -> None:
-    draw, steps, counts = random.Random(seed), np.random.default_rng(seed), [0, 0]
+    draw, steps, num_schemas, num_accepted = random.Random(seed), np.random.default_rng(seed), 0, 0
     values: list[Any] = [None, True, False, 0, 1, 2, 3, -1, 0.5, 1.5, 2.0, "", "a", "b", "ab", "bb", "aab", [], [[1]]]
     values += [[*items] for size in (1, 2) for items in itertools.product(SIMPLE[:4], repeat=size)] + [[1, "a", 1]]
     for keys in map(str.split, ("a", "b", "a b", "ab", "c", "a c", "a b c", "zz", "a zz", "ab c")):
@@ -220,19 +220,19 @@ def test_random_schemas_accept_valid_values_only(seed: int, count: int) -> None:
             automaton = automaton_of(schema, depth=1)
         except ValueError:
             continue
-        counts[0] += 1
+        num_schemas += 1
         for value in values:
             if matches(automaton, json.dumps(value)):
                 assert is_valid(value, schema, schema), (schema, value)
-                counts[1] += 1
+                num_accepted += 1
         for _ in range(4):
             if (text := some_text(automaton, steps)) is not None:
                 assert is_valid(json.loads(text, parse_float=Decimal), schema, schema), (schema, text)
-    assert counts[0] > count / 2 and counts[1] > 10 * count
+    assert num_schemas > count / 2 and num_accepted > 10 * count
 
 
 @pytest.mark.parametrize(
-    ("schema", "yes", "no"),
+    ("schema", "accepted", "rejected"),
     [
         ({"$defs": {"x": {"$anchor": "n", "type": "null"}}, "$ref": "#n"}, None, 1),
         ({"definitions": {"x": {"$id": "#n", "type": "null"}}, "allOf": [{"$ref": "#n"}]}, None, 1),
@@ -247,13 +247,13 @@ def test_random_schemas_accept_valid_values_only(seed: int, count: int) -> None:
         ({"id": "http://x/y", "definitions": {"x": {"type": "null"}}, "anyOf": [{"$ref": "#/definitions/x"}]}, None, 1),
     ],
 )  # fmt: skip
-def test_references(schema: Any, yes: Any, no: Any) -> None:
+def test_references_by_anchor_id_and_path(schema: Any, accepted: Any, rejected: Any) -> None:
     automaton = automaton_of(schema)
-    assert accepts(automaton, yes) and not accepts(automaton, no)
+    assert accepts(automaton, accepted) and not accepts(automaton, rejected)
 
 
 @pytest.mark.parametrize(
-    ("schema", "part"),
+    ("schema", "message"),
     [
         ({"properties": [1]}, "schema: properties is .1., and must be an object of schemas"),
         ({"items": {"allOf": {"a": 1}}}, r"schema: items\.allOf is .*, and must be a list of schemas"),
@@ -282,14 +282,14 @@ def test_references(schema: Any, yes: Any, no: Any) -> None:
             {"$ref": "z/p"}]}, "different meanings in the drafts"),
     ],
 )  # fmt: skip
-def test_malformed_schemas_name_keyword_and_path(schema: Any, part: str) -> None:
-    refuses(lambda: automaton_of(schema), part)
+def test_malformed_or_unsupported_schemas_are_refused_with_keyword_and_path(schema: Any, message: str) -> None:
+    refuses(lambda: automaton_of(schema), message)
 
 
 def test_large_schemas_stay_small_and_fast() -> None:
     inner = {"type": "object", "properties": {f"m{index}": {"type": "boolean"} for index in range(12)}}
-    twice = automaton_of({"type": "object", "properties": {f"k{index}": inner for index in range(12)}})
-    assert len(twice.accept) < 2500  # 12 objects, each once
+    nested = automaton_of({"type": "object", "properties": {f"k{index}": inner for index in range(12)}})
+    assert len(nested.accept) < 2500  # the 12 equal objects are not stored for every path
     begin = time.process_time()
     levels = {f"t{index}": {"type": "object", "properties": {name: {"$ref": f"#/$defs/t{index + 1}"} for name in "abc"}}
               for index in range(5)}  # fmt: skip
@@ -302,7 +302,7 @@ def test_large_schemas_stay_small_and_fast() -> None:
     assert accepts(long, {"p0": "x" * 64}) and not accepts(long, {"p0": "x" * 20_000})
 
 
-def test_unknown_keywords_are_named_once() -> None:
+def test_unknown_keywords_are_listed_in_one_warning() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "colour": 1, "format": "slug"}}, "colour": 2}
     with pytest.warns(UserWarning, match="ignored unknown keywords or formats: colour, format 'slug'") as caught:
         value = paradec.JsonSchema(schema)
@@ -313,7 +313,7 @@ def test_unknown_keywords_are_named_once() -> None:
         paradec.JsonSchema(draft | {"id": "x", "title": "t", "type": "null"})
 
 
-def test_finished_texts_are_checked_without_a_model() -> None:
+def test_accepts_checks_finished_texts_without_a_model() -> None:
     assert paradec.Regex("a+b?").accepts("aab") and not paradec.Regex("a+b?").accepts("aabb")
     assert paradec.Choice(["yes", "no"]).accepts("no") and not paradec.Choice(["yes", "no"]).accepts("n")
     schema = paradec.JsonSchema({"type": "object", "properties": {"é": {"type": "integer"}}})
@@ -322,7 +322,7 @@ def test_finished_texts_are_checked_without_a_model() -> None:
     refuses(lambda: schema.accepts("\ud800"), "not UTF-8")
 
 
-def test_plain_schemas_are_constraints() -> None:
+def test_dicts_and_pydantic_models_are_converted_to_constraints() -> None:
     pydantic = pytest.importorskip("pydantic")
     person = pydantic.create_model("Person", name=(str, ...), age=(int | None, None))
     request = paradec.Request(constraint=person)
@@ -336,8 +336,8 @@ def test_plain_schemas_are_constraints() -> None:
             paradec.generate(model, "x", **{name: {}})
 
 
-def compile_schema(schema: Any, how: str = "tokenizer") -> TokenAutomaton:
-    return paradec.JsonSchema(schema, spelling=how).to_token_automaton(TOKENIZER, len(TOKENIZER))
+def compile_schema(schema: Any, spelling: str = "tokenizer") -> TokenAutomaton:
+    return paradec.JsonSchema(schema, spelling=spelling).to_token_automaton(TOKENIZER, len(TOKENIZER))
 
 
 def accepted_sequences(automaton: TokenAutomaton, max_tokens: int) -> list[list[int]]:
@@ -353,7 +353,7 @@ def accepted_sequences(automaton: TokenAutomaton, max_tokens: int) -> list[list[
 
 
 def test_literals_have_the_tokenizer_s_spelling() -> None:
-    """A schema of literals accepts one tokenization of every text, the tokenizer's; with spelling="any" more."""
+    """A schema of literals accepts only the tokenizer's tokenization of a text; with spelling="any" it accepts all."""
     schema = {**CLOSED, "properties": {"one": {"enum": [True, "two"]}, "three": {"const": None}}, "required": ["one"]}
     strict, free = compile_schema(schema), compile_schema(schema, "any")
     actual = accepted_sequences(strict, 60)
@@ -362,13 +362,13 @@ def test_literals_have_the_tokenizer_s_spelling() -> None:
     assert len({*texts}) == len(texts) == 20 and all(map(value.accepts, texts))
     assert actual == [encode(text) for text in texts]
     for ids in actual:
-        letters = [token for sign in TOKENIZER.decode(ids) for token in encode(sign)]
+        letters = [token for letter in TOKENIZER.decode(ids) for token in encode(letter)]
         assert is_accepted(free, ids) and is_accepted(free, letters)
         assert not is_accepted(strict, letters) or letters == ids
 
 
 def test_free_text_has_any_spelling_between_literals() -> None:
-    """Strings have all tokenizations, the text around them has one."""
+    """All tokenizations of strings are accepted, but only one tokenization of the text around them."""
     schema = {**CLOSED, "properties": {"one": {"type": "string", "pattern": "^[a-z]{1,4}$"}}, "required": ["one"]}
     strict, free = compile_schema(schema), compile_schema(schema, "any")
     for text in ("one", "t", "twoo", "three", ""):
@@ -397,7 +397,7 @@ def test_strings_are_shortened_to_fit_the_edge_limit(monkeypatch: pytest.MonkeyP
     refuses(lambda: compile_schema(schema), "more than 100 edges")
 
 
-def test_the_spelling_is_part_of_the_value() -> None:
+def test_the_spelling_is_saved_and_compared() -> None:
     value = paradec.JsonSchema({"type": "null"}, spelling="any")
     loaded = constraint_of("constraint", json.loads(json.dumps(value.to_dict())))
     assert loaded == value != paradec.JsonSchema({"type": "null"})

@@ -171,7 +171,7 @@ def sjd_pac_step(
 
 
 def siblings_of(q: Weights, first: int, draw: Draw, numbers: Weights) -> list[int]:
-    """Return a slot's drafts: `first`, and a sibling per number, drawn without replacement (-1: q has no token left)."""
+    """Return a slot's drafts: `first`, and a sibling per number, drawn without replacement (-1: q is exhausted)."""
     drafts, q = [first], [*q]
     for number in numbers:
         q[drafts[-1]] = 0.0
