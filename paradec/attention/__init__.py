@@ -13,6 +13,6 @@ get = registry.get
 
 
 def create(name: str, *, preset: str | None = None, **settings: Any) -> Any:
-    """Make an attention method by name. Raises ValueError for an unknown name, preset or setting, or one out of
-    range."""
+    """Make an attention method by name. Raises ValueError for an unknown name, preset or setting, or a setting out of
+    its range."""
     return registry.create(name, preset=preset, **settings)

@@ -18,17 +18,16 @@ def attend_shared(
     prefix: tuple[Tensor, Tensor],
     scaling: float | None = None,
 ) -> Tensor:
-    """Compute softmax attention over a shared prefix and each row's own keys. The prefix needs one product per head for
-    all rows. Both parts are merged by log-sum-exp.
+    """Compute softmax attention over a shared prefix and each row's own keys. For the prefix, each head needs only one
+    product for all rows. The two partial outputs are merged by their log-sum-exps.
 
     Args:
-        query: [R, heads, Q, head_dim]. key, value: [R, kv_heads, K, head_dim].
+        query: [R, heads, Q, head_dim], for R rows of Q queries. key, value: [R, kv_heads, K, head_dim], for K own keys.
         mask: [R, 1, Q or 1, K] bool over the rows' own keys, True where visible; None: all visible.
-        prefix: keys and values [P, kv_heads, head_dim] for all rows.
+        prefix: keys and values [P, kv_heads, head_dim] of P positions, for all rows.
         scaling: None means head_dim ** -0.5.
 
-    Returns [R, Q, heads, head_dim] in the dtype of `value`; softmax in float32 or wider.
-    """
+    Returns [R, Q, heads, head_dim] in the dtype of `value`; softmax in float32 or wider."""
     (rows, heads, columns, width), groups = query.shape, key.shape[1]
     scaling = width**-0.5 if scaling is None else scaling
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -55,12 +54,12 @@ def attend_shared(
 def _attend_part(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention [..., N, head_dim] over keys [..., K, head_dim] in float32 or wider, and its log-sum-exps [..., N].
-    mask: [R, 1, Q or 1, K]; then N is heads per group * Q."""
+    """Attention of N queries [..., N, head_dim] over keys [..., K, head_dim]. Returns the output [..., N, head_dim] and
+    log-sum-exps [..., N] in float32 or wider. mask: [R, 1, Q or 1, K]; with a mask, N is heads per group * Q."""
     scores = query @ key.transpose(-1, -2) * scaling
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is not None:
-        lowest = torch.finfo(scores.dtype).min  # not -inf: for a padding column every key may be masked
+        lowest = torch.finfo(scores.dtype).min  # -inf would give NaN for a padding column, whose keys are all masked
         by_head = scores.unflatten(2, (-1, mask.shape[2])) if mask.shape[2] > 1 else scores.unsqueeze(2)
         scores = by_head.masked_fill(~mask.unsqueeze(2), lowest).flatten(2, 3)
     lse = scores.logsumexp(-1)

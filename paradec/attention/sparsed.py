@@ -1,6 +1,6 @@
-"""SparseD: full attention in the first steps, then attention only over the key blocks with the most weight per head.
+"""SparseD: dense attention in the first steps, then each head attends only to the key blocks with its largest weights.
 Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. A head attends to the same
-blocks in successive steps. So the last dense step lists the blocks of each layer and head, once. Kernels:
+blocks in successive steps. So the blocks of each layer and head are listed only once, in the last dense step. Kernels:
 `paradec.kernels.block_sparse`."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, check_number
 
 DENSE, ESTIMATE, SPARSE = range(3)
-"""Mode of a row in a call: dense attention, dense attention that also makes block lists, sparse attention."""
+"""Attention of a row in a model call: dense; dense, and making block lists; sparse."""
 BACKENDS = ("auto", "torch", "triton", "flex")
 SELECTIONS = ("isolated", "reference")
 
@@ -26,25 +26,24 @@ SELECTIONS = ("isolated", "reference")
 class SparseD:
     """Settings of SparseD. The defaults are the paper's for long prompts, the preset "short" for short prompts.
 
-    The paper's code is dense for int(T * skip) + 2 of T scheduled steps, and makes the lists in the last dense step.
-    For samplers with a schedule, T is `steps` here, or the number of masks. With other samplers a row is dense until
-    int(masks * skip) + 1 tokens are decided, which is the same at one token per step. With a cache, lists are made
-    when a step evaluates the whole row. A row makes new lists when its sampler shortens it.
+    As in the paper's code, int(T * skip) + 2 of T scheduled steps are dense, and the last of them makes the lists. T is
+    the request's `steps`, or the number of masks if `steps` is None. If the sampler has no schedule, a row is dense
+    until int(masks * skip) + 1 tokens are decided, which is the same at one token per step. With a cache, lists are
+    made in the next step that evaluates the whole row. A row makes new lists when its sampler shortens it.
 
     Args:
-        select: share of key blocks selected per query block, in (0, 1], separately for prompt and answer: max(1, int(n
-            * select) + 1) of n.
-        skip: share of dense steps.
+        select: share of key blocks selected per query block, in (0, 1], separately for prompt and answer: of n blocks,
+            max(1, int(n * select) + 1), at most n.
+        skip: share of the steps that are dense.
         block_size: positions per block, from 1 to 4096.
         dense_steps: number of dense steps; replaces `skip`.
         refresh_pattern_every: number of steps after which a dense step makes new lists; None: never.
         selection: "isolated" ranks key blocks of prompt and answer separately (the paper). "reference" ranks the
             prompt's blocks among all blocks, which may select fewer (the public code).
-        backend: "triton" or "torch" kernels; "auto": Triton on NVIDIA GPUs. "flex": PyTorch's flex_attention, compiled
-            per shape; block sizes are multiples of 128. On a CPU it is for comparison only.
+        backend: "triton", "torch", or "auto": Triton on NVIDIA GPUs, torch elsewhere. "flex": PyTorch's flex_attention;
+            on a GPU compiled per shape, with block sizes that are multiples of 128; on a CPU for comparison only.
 
-    Raises ValueError for a setting out of its range.
-    """
+    Raises ValueError for a setting out of its range."""
 
     select: float = 0.3
     skip: float = 0.2
@@ -87,24 +86,24 @@ class SparseD:
         return None
 
     def begin(self, state: Any, scheduled: bool) -> SparseDState:
-        """Make a request's state. scheduled: whether its sampler plans the number of steps."""
+        """Make a request's state. scheduled: whether its sampler has a schedule of steps."""
         return SparseDState(self, state, scheduled)
 
 
 class SparseDState:
-    """Block lists of every row, guidance branch and layer, and call counts. `B` rows."""
+    """Block lists of every row, guidance branch and layer of a request, and its counts of calls. `B` rows."""
 
     def __init__(self, settings: SparseD, state: Any, scheduled: bool):
         self.settings = settings
         self.listed_at = np.full(state.batch, -1)
-        """[B] int64: the row's step that made its lists, or -1."""
+        """[B] int64: the row's step in which its lists were made, or -1."""
         self.length = state.length.copy()
         """[B] int64: number of positions at step `listed_at`."""
         self.prompt_length = state.prompt_length.copy()
         self.calls = np.zeros((3, state.batch), np.int64)
         """[3, B] int64: calls of each row, by mode."""
         self.layers: dict[int, Any] = {}
-        """`BlockIndex` of branches * B rows per layer."""
+        """One `BlockIndex` per layer, with branches * B rows."""
         self.peak_bytes = 0
         self._density: np.ndarray | None = None
         steps = state.total  # masks of each row
@@ -118,8 +117,8 @@ class SparseDState:
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def modes(self, state: Any, rows: np.ndarray, is_full: bool) -> np.ndarray:
-        """[N] int64: mode (DENSE, ESTIMATE or SPARSE) of `rows` [N] in a call. is_full: the call evaluates whole
-        rows."""
+        """[N] int64: DENSE, ESTIMATE or SPARSE for each of `rows` [N] in a model call. is_full: whether the call
+        evaluates whole rows."""
         step, interval = state.row_step[rows], self.settings.refresh_pattern_every
         has_lists = (self.listed_at[rows] >= 0) & (self.length[rows] == state.length[rows])
         is_due = ~has_lists & ((step if self._scheduled else state.decided[rows]) >= self._dense_until[rows])
@@ -130,7 +129,7 @@ class SparseDState:
         return np.where(is_due, ESTIMATE, np.where(has_lists, SPARSE, DENSE))
 
     def plan(self, state: Any, part: Any) -> SparsePlan | None:
-        """Plan the attention of one part of a query; None: dense attention for all rows."""
+        """Plan the attention of one part of a query. Returns None if attention is dense for all rows."""
         rows = state.window.rows[part.index]
         modes = self.modes(state, rows, part.kind == "full")
         if not modes.any():
@@ -138,7 +137,8 @@ class SparseDState:
         return SparsePlan(self, state, part, rows, modes)
 
     def on_commit(self, state: Any, queries: list[Any]) -> None:
-        """Count calls and record new lists; called by a commit once it has counted the step. queries: the step's."""
+        """Count the calls of a step, which `row_step` already includes, and record where new lists were made. queries:
+        the step's queries."""
         for query in queries:
             plan, rows = query.attention, query.rows
             modes = np.full(len(rows), DENSE) if plan is None or not plan.attended else plan.modes[: len(rows)]
@@ -149,7 +149,7 @@ class SparseDState:
     # ---- lists -----------------------------------------------------------------------------------------------------
 
     def store_lists(self, layer: int, rows: np.ndarray, block_index: Any, branches: int) -> None:
-        """Store the lists `block_index` of `rows` [R], which number the rows of all branches."""
+        """Store the lists `block_index` of `rows` [R], which are indices into the branches * B rows."""
         if layer not in self.layers:
             self.layers[layer] = self._empty_lists(block_index, branches)
             self.peak_bytes = sum(index.nbytes for index in self.layers.values())
@@ -169,7 +169,7 @@ class SparseDState:
         prompt = budget(first if self.settings.selection == "isolated" else blocks, select)
         max_blocks = int((np.minimum(prompt, first) + budget(blocks - first, select)).max())
         shape = (branches * len(self.length), index.count.shape[1], int(blocks.max()))
-        with torch.inference_mode(False):  # else only inference mode could write to the tensors later
+        with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
             return BlockIndex(index.count.new_zeros(shape), index.blocks.new_zeros((*shape, max_blocks)), size)
 
     def release(self) -> None:
@@ -201,7 +201,7 @@ class SparseDState:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Attention calls of a request; lists have one entry per row."""
+    """Number of attention calls of a request, and its block lists. Each `list` has one entry per row."""
 
     attention: str
     dense_calls: list[int]
@@ -211,24 +211,24 @@ class AttentionCost:
     sparse_calls: list[int]
     """Number of calls with sparse attention."""
     density: list[float | None]
-    """Share of block pairs in the lists, mean over layers and heads; None without lists."""
+    """Share of (query block, key block) pairs in the block lists, mean over layers and heads; None without lists."""
     pattern_bytes: int
-    """Bytes of all lists."""
+    """Bytes of all block lists."""
 
 
 class SparsePlan:
-    """Attention of one model call (`WindowQuery.attention`), the same for every layer. `R` rows in the call; other
-    sizes as in `paradec.kernels.block_sparse`."""
+    """Attention of one model call (`WindowQuery.attention`), for every layer. The call has `R` rows, including guidance
+    branches, `Q` queries, `K` keys, `H` heads, `G` key/value heads and head dimension `D`."""
 
     def __init__(self, owner: SparseDState, state: Any, part: Any, rows: np.ndarray, modes: np.ndarray):
         self.owner, self.branches = owner, state.branches
         self.modes = np.tile(modes, state.branches)
-        """[R] int64."""
+        """[R] int64: DENSE, ESTIMATE or SPARSE."""
         self.rows = np.concatenate([rows + branch * state.batch for branch in range(state.branches)])
-        """[R] int64: rows of the lists."""
+        """[R] int64: rows in `SparseDState.layers`."""
         self.lengths = np.tile(state.length[rows], state.branches)
         self.prompts = np.tile(state.prompt_length[rows], state.branches)
-        # [n] int64 each: the call's rows by mode
+        # the call's rows of each mode, int64
         self.dense, self.estimate, self.sparse = (np.flatnonzero(self.modes == mode) for mode in range(3))
         self.tiles: Any = None
         if len(self.sparse):
@@ -286,8 +286,8 @@ class SparsePlan:
         ).transpose(1, 2)
 
     def _make_lists(self, dense: Callable[..., Tensor], layer: int, inputs: list[Any], scale: float | None) -> Tensor:
-        """Compute full attention of the rows in mode ESTIMATE and store their lists. inputs: their query, key, value
-        and mask."""
+        """Compute dense attention of the rows in mode ESTIMATE and store their lists. inputs: query, key, value and
+        mask of these rows."""
         from paradec.kernels import block_sparse as kernels
 
         query, key, value, _ = inputs
@@ -297,7 +297,7 @@ class SparsePlan:
         backend = "auto" if settings.backend == "flex" else settings.backend
         options: dict[str, Any] = {"lengths": lengths, "scale": scale, "backend": backend}
         if kernels.choose_backend(backend, query, settings.block_size) == "triton":
-            # the dense step computes the log-sum-exps, so `block_means` needs no first pass
+            # this attention also returns the log-sum-exps, so `block_means` need not compute them
             output, sums = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **options)
             output, sums = output.transpose(1, 2), sums[:, :, :longest]
         else:
@@ -315,7 +315,7 @@ class SparsePlan:
 
 
 def _rows(indices: np.ndarray, *tensors: Tensor | None) -> list[Any]:
-    """Select rows of each tensor [R, ...]; all rows without a copy."""
+    """Select rows of each tensor [R, ...]. A tensor is not copied if it has one row or all its rows are selected."""
     selected: list[Any] = []
     for tensor in tensors:
         if tensor is None or len(tensor) == len(indices) or len(tensor) == 1:

@@ -1,5 +1,5 @@
-"""Triton kernels for NVIDIA GPUs, one folder each: `api.py` (entry points), `reference.py` (definitions), `portable.py`
-(PyTorch), `triton.py` (kernels, which import triton at first use)."""
+"""Kernels, with one folder per operation: `api.py` (entry points), `reference.py` (definitions), `portable.py`
+(PyTorch) and `triton.py` (for NVIDIA GPUs; triton is imported at first use)."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def has_triton() -> bool:
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the import)."""
+    """Whether kernels run in Triton's interpreter: TRITON_INTERPRET=1, set before triton is imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"

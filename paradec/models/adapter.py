@@ -1,4 +1,4 @@
-"""Kinds of models: transformers' decoders, transformers' encoders, and any other module of ids -> logits."""
+"""Kinds of models: transformers' decoders, transformers' encoders, and any other module that maps ids to logits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ PADDED_ENCODERS = frozenset(
     "albert bert camembert deberta deberta-v2 distilbert electra megatron-bert mobilebert modernbert mpnet nomic_bert "
     "roberta roberta-prelayernorm roformer xlm-roberta xlm-roberta-xl".split()
 )
-"""Masked language models whose padding leaves other positions unchanged. (ConvBERT convolves over it, for example.)"""
-
-
+"""Masked language models whose padding leaves other positions unchanged. (ConvBERT, for example, convolves over it.)"""
 HEADS = (("cls",), ("lm_head",), ("predictions",), ("head", "decoder"), ("generator_predictions", "generator_lm_head"))
-"""transformers' names of the parts that compute logits from an encoder's hidden states, in order."""
+"""For each kind of encoder, transformers' names of the parts that compute logits from hidden states, in order."""
 
 
 class Encoder(Model):
@@ -55,7 +53,8 @@ class Encoder(Model):
 
 
 class Opaque(Model):
-    """Any module of ids -> logits, called with ids alone; never padded, so calls have rows of one length."""
+    """Any module that maps ids to logits. It is called with ids alone, without padding: all rows of a call have one
+    length."""
 
     kind = "opaque"
     hidden_size = None

@@ -49,7 +49,7 @@ def sdpa(
     attention_mask: [R, 1, Q or 1, K] bool, True where visible; None sees everything.
     Returns [R, Q, heads, head_dim], and None in place of weights."""
     kwargs.pop("is_causal", None)
-    # rotary angles may be in float32 (LLaDA's rope_full_precision): back to the model's dtype here
+    # float32 rotary angles (LLaDA's rope_full_precision) make queries and keys float32: cast to the model's dtype
     query, key = query.to(value.dtype), key.to(value.dtype)
     return sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=False, **kwargs)
 
@@ -99,7 +99,7 @@ def full_mask(
 
 
 IMPLEMENTATIONS = {"sdpa": with_extras(sdpa), "eager": with_extras(eager), "sparsed": with_extras(sdpa)}
-"""Attention functions by their names in `load` and `wrap`. "sparsed" is sdpa; `Model.default_attention` is SparseD."""
+"""Attention functions by their names in `load` and `wrap`. For "sparsed", `Model.default_attention` adds SparseD."""
 for _name, _function in IMPLEMENTATIONS.items():
     AttentionInterface.register(PREFIX + _name, _function)
     AttentionMaskInterface.register(PREFIX + _name, full_mask)

@@ -76,8 +76,7 @@ class Model(Adapter):
         tokenizer: a transformers tokenizer, or None (then prompts are ids).
         default_max_new_tokens, default_block_length, default_attention: values for requests that set none. A block
             length of None makes the canvas one block; an attention (`paradec.attention`) of None is full attention.
-        attn_implementation: registered name of the attention function; None is the module's own.
-    """
+        attn_implementation: registered name of the attention function; None is the module's own."""
 
     kind: ClassVar[str] = ""
     """"decoder", "encoder", "opaque" or "canvas"."""
@@ -174,8 +173,7 @@ class Model(Adapter):
 
         Raises:
             ValueError: a path that is a file, a module of unknown format, weights that the format cannot store
-                (adapters, quantised or resized ones). OSError: the folder cannot be written.
-        """
+                (adapters, quantised or resized ones). OSError: the folder cannot be written."""
         save(self, folder, max_shard_size)
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
@@ -186,7 +184,7 @@ class Model(Adapter):
             return self.evaluate(query, store)
 
     def generate(self, *prompts: Any, **request: Any) -> NoReturn:
-        """Raise TypeError that names the function to call."""
+        """Raise a TypeError that names the function to call."""
         raise TypeError(f"a model is decoded by a function: write {MODELS[self.makes][1]}(model, prompt, ...)")
 
     def evaluate(self, query: Query, store: Any = None) -> Tensor:
@@ -204,7 +202,7 @@ class Model(Adapter):
 
     @property
     def weights_version(self) -> int:
-        """Number of weight changes, by `update_weights` or in place by an optimizer (detected when this is read)."""
+        """Number of weight changes by `update_weights`, or in place by an optimizer (detected when this is read)."""
         return self.weights_lock.version(self.module)
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> int:
@@ -216,10 +214,9 @@ class Model(Adapter):
                 stay. Values are converted to the weights' dtype and device.
 
         Raises:
-            TypeError, ValueError: no tensors, unknown names, other shapes, or weights that are spread over processes,
-                offloaded or quantised; nothing is written then. RuntimeError: a running request of this thread, or a
-                batch with rows.
-        """
+            TypeError, ValueError: values that are not tensors, unknown names, wrong shapes, or weights that are
+                distributed, offloaded or quantised; nothing is written then. RuntimeError: a running request of this
+                thread, or a batch with rows."""
         writes = plan_writes(self, state_dict)
         with self.weights_lock.update(self.facts.name):
             self.weights_lock.version(self.module)
@@ -250,13 +247,13 @@ class Model(Adapter):
         return _call_accessor(self.module, "get_output_embeddings") is not None
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Apply the output matrix: [..., d] -> [..., vocab_size]. Raises ValueError without one (`has_head`)."""
+        """Apply the output matrix: [..., d] -> [..., vocab_size]. Raises ValueError unless `has_head`."""
         if not self.has_head:
             raise ValueError(f"{self.facts.name} has no output matrix that `head` can apply")
         return self.module.get_output_embeddings()(hidden)
 
     def __getstate__(self) -> dict[str, Any]:
-        # engines hold graphs and stores, and the lock is the module's
+        # engines hold graphs and stores; the lock belongs to the module in memory
         state = {name: value for name, value in self.__dict__.items() if name != "weights_lock"}
         return state | {"engines": OrderedDict()}
 

@@ -14,7 +14,7 @@ NAMES = ("cache", "past_key_values")
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """Name of the forward's argument for a key/value cache, in the first class of the MRO that has one; or None."""
+    """Name of the argument of `forward` for a key/value cache, in the first class of the MRO that has one, or None."""
     cls: Any = type(module)
     return _find_argument(cls)
 

@@ -52,10 +52,8 @@ def load_causal(
     """Load a causal language model, as `load` does. Raises CheckpointError for files that are missing, wrong, or of
     another kind.
 
-    config: config.json; {} for a GGUF file, whose header replaces it.
-    gguf: the GGUF file in `source`.
-    tokenizer: replaces the checkpoint's.
-    options: for `from_pretrained`."""
+    config: config.json; {} for a GGUF file, whose header replaces it. gguf: the GGUF file in `source`.
+    tokenizer: replaces the checkpoint's. options: for `from_pretrained`."""
     import transformers
 
     for name in ("mask_token_id", "block_length", "topology", "rope_theta", "adapter"):
@@ -90,11 +88,12 @@ def load_causal(
             _scale_angles(gguf, hf_config)
     quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
     options |= files | {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
-    kinds = (ImportError, ValueError) if quantised else (ValueError,)  # else ImportErrors are about a device_map
-    with checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds):
+    # an ImportError without quantisation is about a device_map, not about the checkpoint
+    error_types = (ImportError, ValueError) if quantised else (ValueError,)
+    with checkpoint_errors(f"the weights of {source!r} cannot be read", *error_types):
         module = read_module(cls, source, **options).eval()
     if gguf is not None:
-        # the weights of a quantised file are plain numbers now: let transformers save them
+        # the weights of a quantised file have been unpacked: let transformers save them
         if all(parameter.is_floating_point() for parameter in module.parameters()):
             for name in ("hf_quantizer", "is_quantized", "quantization_method"):
                 module.__dict__.pop(name, None)
@@ -156,8 +155,8 @@ def _select_class(source: str, config: Mapping[str, Any]) -> Any:
 
 
 def split_gguf_path(source: str, gguf_file: str | None) -> tuple[str, str | None]:
-    """Split "folder/file.gguf" or "owner/repository/file.gguf" into the folder or repository and the file. For other
-    sources the file is `gguf_file`, which may be None. Raises CheckpointError for a wrong ending, or two files."""
+    """Split "folder/file.gguf" or "owner/repository/file.gguf" into the folder or repository, and the file. Other
+    sources are returned with `gguf_file`. Raises CheckpointError for a wrong ending or two files."""
     if gguf_file is not None and (not isinstance(gguf_file, str) or not gguf_file.endswith(GGUF_ENDING)):
         raise CheckpointError(
             f"gguf_file={short_repr(gguf_file)} must be the name of a file that ends in {GGUF_ENDING!r}"
@@ -187,8 +186,8 @@ def _check_architecture(gguf: GgufFile) -> None:
 
 
 def _scale_angles(gguf: GgufFile, config: Any) -> None:
-    """Set the scaling of the rotary angles in `config`: transformers does not read the stored factors. Raises
-    CheckpointError unless the factors are those of Llama 3.1 and later releases."""
+    """Set the scaling of the rotary angles in `config`, since transformers does not read the factors in the file.
+    Raises CheckpointError unless the factors are those of Llama 3.1 and later releases."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     factors, theta = gguf.tensors[ROPE_FACTORS][...], config.rope_parameters["rope_theta"]
@@ -206,8 +205,8 @@ def _scale_angles(gguf: GgufFile, config: Any) -> None:
 MTP_NAME = re.compile(
     r"(?:model\.)?(?:layers\.(?P<layer>\d+)|mtp_layers\.(?P<mtp_layer>\d+)|mtp(?:\.layers\.(?P<mtp_inner>\d+))?)\."
 )
-"""Prefix of the names of a head's weights. Heads are numbered after the model's layers (DeepSeek-V3, GLM-4 MoE), form a
-separate list (MiMo, speculators), or have one name (Qwen3-Next, Mellum)."""
+"""Prefix of the names of a head's weights. Heads continue the numbers of the model's layers (DeepSeek-V3, GLM-4 MoE),
+have their own numbers (MiMo, speculators), or are parts of `mtp` (Qwen3-Next, Mellum)."""
 MTP_PARTS = {
     **{"enorm": "enorm", "pre_fc_norm_embedding": "enorm", "token_layernorm": "enorm"},
     **{"hnorm": "hnorm", "pre_fc_norm_hidden": "hnorm", "hidden_layernorm": "hnorm"},
@@ -224,11 +223,12 @@ class MtpWeights(NamedTuple):
     module_names: dict[str, str]
     """The checkpoint's names -> names in `paradec.models.mtp`."""
     prefixes: tuple[str, ...]
-    """Prefixes of the names of all tensors of heads in the checkpoint, also of their copies of the model's weights."""
+    """Prefixes of the names of all tensors of heads, including copies of the model's weights."""
 
 
 def find_mtp_weights(names: Collection[str], config: Mapping[str, Any]) -> MtpWeights:
-    """Find heads' weights by name. A layer after the model's is a head if config.json counts it and it has eh_proj."""
+    """Find the weights of heads by name. A layer after the model's layers is a head if config.json counts it as one and
+    it has `eh_proj`."""
     num_layers, count = config.get("num_hidden_layers"), count_mtp_layers(config)
     module_names, prefixes = {}, set()
     for name in names:

@@ -45,7 +45,7 @@ INT8 = "paradec_int8"
 LFS = b"version https://git-lfs"
 """First bytes of a pointer file, which git without git-lfs writes instead of a large file."""
 FRACTIONS = ("rope_theta", "rms_norm_eps", "mlp_ratio", "partial_rotary_factor", "routed_scaling_factor")
-"""Fields of config.json with positive numbers that need not be integers."""
+"""Fields of config.json that are positive numbers; other positive fields are integers."""
 NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     "attention_dropout": 0.0,
@@ -65,7 +65,8 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def checkpoint_errors(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert errors of these kinds, by default ValueError, to CheckpointError with the message "prefix: reason"."""
+    """Convert errors of `kinds` (if none are given, ValueError) to CheckpointError with the message "prefix:
+    reason"."""
     kinds = kinds or (ValueError,)
     try:
         yield
@@ -98,7 +99,7 @@ class StoredTensor(NamedTuple):
 
 
 def fetch(source: str, filename: str, revision: str | None) -> Path | None:
-    """Local path of one file of a folder or hub repository, None where it is missing. Raises CheckpointError unless
+    """Local path of one file of a folder or hub repository; None if the file is missing. Raises CheckpointError unless
     `source` is a folder or a reachable repository."""
     if os.path.isdir(source):
         path = Path(source, filename)
@@ -126,7 +127,7 @@ def _can_reach(source: str, filename: str, revision: str | None) -> bool:
         if isinstance(try_to_load_from_cache(source, filename, revision=revision), str):
             return True
     except HFValidationError:
-        return True  # not a repository's name: the download reports that without the network
+        return True  # not a repository's name; the download raises that error without the network
     if constants.is_offline_mode():
         return False
     try:
@@ -137,7 +138,7 @@ def _can_reach(source: str, filename: str, revision: str | None) -> bool:
 
 
 def read_json(source: str, filename: str, revision: str | None, required: bool = False) -> dict[str, Any]:
-    """A JSON object of the checkpoint; {} if absent and not required. Raises CheckpointError for other content."""
+    """Read a file with a JSON object; {} if it is absent and not required. Raises CheckpointError for other content."""
     path = fetch(source, filename, revision)
     if path is None:
         if required:
@@ -191,8 +192,8 @@ def check_supported(
 
 
 def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTensor]:
-    """Names, shapes and dtypes of the stored weights, from the headers alone (shards on the hub are downloaded). Raises
-    CheckpointError without safetensors, or for a wrong index or header."""
+    """Names, shapes and dtypes of the stored weights, from the files' headers alone. Weights on the hub are downloaded.
+    Raises CheckpointError if there are no safetensors files, or for a wrong index or header."""
     single = fetch(source, WEIGHTS, revision)
     if single is not None:
         return dict(_read_header(single))
@@ -231,7 +232,8 @@ def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTe
 
 
 def read_tensors(source: str, names: Collection[str], revision: str | None) -> dict[str, Any]:
-    """Read the stored tensors `names`, which `read_weight_headers` lists. Raises CheckpointError for wrong files."""
+    """Read stored tensors by `names`, a part of those that `read_weight_headers` returns. Raises CheckpointError for
+    wrong files."""
     from safetensors import SafetensorError, safe_open
 
     single = fetch(source, WEIGHTS, revision)
@@ -259,10 +261,9 @@ def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
-    """Raise CheckpointError, with names, for weights that are not floating-point numbers (integers of a quantised
-    file).
+    """Raise CheckpointError if weights are not floating-point numbers, such as the integers of a quantised file.
 
-    source: name of the file in the message. dtypes: by weight; torch's dtypes or their names."""
+    source: name of the file in the message. dtypes: {name of a weight: torch's dtype or its name}."""
     dtype_names = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     unsupported = [f"{name} is {dtype}" for name, dtype in sorted(dtype_names.items()) if dtype not in FLOATS]
     if unsupported:
@@ -274,7 +275,7 @@ def check_dtypes(source: str, dtypes: Mapping[str, Any]) -> None:
 
 
 def is_quantised(source: str, config: Mapping[str, Any]) -> bool:
-    """Whether config.json has a quantisation. Raises CheckpointError if transformers does not know it."""
+    """Whether config.json has a `quantization_config`. Raises CheckpointError if transformers does not know it."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return False
@@ -301,9 +302,10 @@ def is_int8(config: Mapping[str, Any]) -> bool:
 def check_stored_dtypes(
     source: str, config: Mapping[str, Any], revision: str | None, unused_suffixes: tuple[str, ...] = ()
 ) -> None:
-    """Apply `check_dtypes` to a folder's weights. With a `quantization_config`, transformers checks them instead.
+    """Apply `check_dtypes` to a checkpoint's weights, unless it has a `quantization_config`; transformers then checks
+    them.
 
-    unused_suffixes: endings of names that are not weights."""
+    unused_suffixes: endings of the names of further tensors that are not checked."""
     if config.get("quantization_config") is None:
         headers = read_weight_headers(source, revision)
         dtypes = {
@@ -330,8 +332,8 @@ def check_fit(
 ) -> None:
     """Raise CheckpointError unless `weights` have the names and shapes of `expected`.
 
-    source, target: names, for the message, of the weights' file and of the module or file that they must fit.
-    optional: names that may be missing. unused: prefixes of names that are ignored."""
+    source: name of the weights' file in the message. target: name of what they must fit in the message.
+    optional: names that may be missing. unused: prefixes of names that may be unexpected."""
     problems = {
         "missing": [name for name in expected if name not in weights and name not in optional],
         "unexpected": [name for name in weights if name not in expected and not name.startswith(unused)],
@@ -374,11 +376,11 @@ def read_module(
 ) -> Any:
     """Run `cls.from_pretrained`. No weight may be missing, unused or of another size.
 
-    state_dict: weights by the class's names, in place of files; transformers reads each by `weight[...]` when needed.
-    computed, read_elsewhere: endings and prefixes of names of stored tensors that may be unused.
-    tp_plan: as in `paradec.load`. options: arguments of `from_pretrained`; None leaves one out.
-    Raises CheckpointError: weights that cannot be read or do not fit. ImportError, ValueError: transformers' errors
-    about arguments."""
+    state_dict: weights by the class's names, which replace the files; transformers reads each with `weight[...]`.
+    computed: endings of names of stored tensors that may be unused. read_elsewhere: prefixes of such names.
+    tp_plan: as in `paradec.load`. options: arguments of `from_pretrained`; those that are None are not passed.
+    Raises CheckpointError for weights that cannot be read or do not fit, and transformers' ImportError and ValueError
+    for arguments."""
     from safetensors import SafetensorError
 
     path = Path(source) if os.path.isfile(source) else fetch(source, gguf_file or WEIGHTS, revision)
@@ -415,7 +417,8 @@ def read_module(
 
 @contextmanager
 def silence_loading(path: Path | None) -> Iterator[None]:
-    """Hide transformers' table of keys (our error lists them), and the progress bar of small files."""
+    """Hide transformers' table of wrong weights (`read_module` raises an error with their names), and the progress bar
+    of small files. path: the file."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Decoders: transformers' causal language models, with any attention mask and over a key/value store."""
+"""Decoders: transformers' causal language models, with any attention mask, and with a key/value store."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Decoder(Model):
     def __init__(self, module: nn.Module, facts: ModelFacts, *args: Any, **kwargs: Any):
         super().__init__(module, facts, *args, **kwargs)
         self._makes_causal_mask = getattr(getattr(module, "config", None), "is_causal", True) is not False
-        """Whether a causal module itself makes a causal mask; masked models from `load` do not."""
+        """Whether the module itself makes a causal mask; modules of masked models from `load` do not."""
 
     @cached_property
     def _slices_logits(self) -> bool:
-        """Whether the forward accepts [R, W] positions as `logits_to_keep` (transformers from 5.23 on). False with
-        layers on several devices, since the device of the positions is then unknown."""
+        """Whether the forward accepts columns [R, W] as `logits_to_keep` (transformers from 5.23 on). False with
+        layers on several devices, since the device that the columns must be on is then unknown."""
         from transformers import modeling_utils
 
         forward = type(self.module).forward
@@ -102,7 +102,7 @@ class Decoder(Model):
     def _evaluate(self, query: Query, **arguments: Any) -> Tensor:
         module = self.module
         if calls_parts(module):
-            # embedding, layers and norm of all positions, then the output matrix of the wanted ones
+            # embedding, layers and norm for all columns, then the output matrix for the wanted columns
             hidden = module.model(**arguments).last_hidden_state
             if needs_hidden(query):
                 query.hidden = hidden
@@ -120,7 +120,7 @@ class Decoder(Model):
         return take_columns(output.logits, query.wanted)
 
     def _visible(self, query: Query, store: Any = None) -> Tensor | None:
-        """[R, 1, Q or 1, K] bool: the keys of the call or the store that each column sees; None for all keys."""
+        """[R, 1, Q or 1, K] bool: which keys of the call or the store each column sees; None for all keys."""
         if self.facts.topology == "bidirectional" and store is None and query.valid is None and query.visible is None:
             return None
         return visible_keys(self.facts, query, store, self._makes_causal_mask)
@@ -135,7 +135,7 @@ class Decoder(Model):
     def make_store(
         self, rows: int, length: int, store_dtype: str | None = None, max_memory: int | None = None, start: int = 0
     ) -> Any:
-        """An empty key/value store of `rows` rows and `length` positions; all rows share the positions before `start`.
+        """Make an empty key/value store of `rows` rows and `length` positions; rows share the positions before `start`.
         Raises ValueError if it exceeds `max_memory` bytes or the device's memory."""
         from paradec.caches.store import KeyValueStore
 
@@ -150,7 +150,7 @@ class Decoder(Model):
         except ValueError:
             if max_memory is not None or not self.engines:
                 raise
-            self.engines.clear()  # they reserve memory for later requests
+            self.engines.clear()  # engines reserve memory for later requests
             check_memory(num_bytes, self.device, max_memory, description)
         return KeyValueStore(rows, length, self.device, dtype, start)
 
@@ -160,8 +160,8 @@ def needs_hidden(query: Query) -> TypeGuard[CausalQuery]:
 
 
 def calls_parts(module: Any) -> bool:
-    """Whether a call of the module equals calls of its parts: its class is in `PLAIN_CLASSES`, and it has no hooks,
-    compiled code or replaced forward. (accelerate's forward, which aligns devices, is allowed.)"""
+    """Whether calling `module.model` and `module.lm_head` equals calling the module: its class is in `PLAIN_CLASSES`,
+    and it has no hooks, compiled code or replaced forward. (accelerate's forward, which aligns devices, is allowed.)"""
     return (
         type(module).__name__ in PLAIN_CLASSES
         and type(module).__module__.startswith("transformers.")

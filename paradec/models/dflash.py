@@ -7,8 +7,7 @@ model's output matrix converts the state at a mask to logits for the position of
 
 The network is transformers' (`MuseGlimmerAssistantModel`), with our masks. Two formats are read: transformers', and
 z-lab's (`dflash_config` in a Qwen3's config.json). In z-lab's format sliding layers are causal unless `is_causal` is
-false, a key at the distance of the window is hidden, and embeddings are rows of the model's table, unscaled.
-"""
+false, a key at the distance of the window is hidden, and embeddings are rows of the model's table, unscaled."""
 
 from __future__ import annotations
 
@@ -69,11 +68,11 @@ class BlockSettings:
     block_size: number of tokens in a block. mask_token_id: the id that stands for a token to draft.
     target_layer_ids: layers of the model, from 0, whose outputs are read.
     window: of sliding layers, in positions; 0 without such layers.
-    causal: whether the rows of sliding layers see only positions up to their own.
+    causal: whether each position of the block sees only positions up to its own in sliding layers.
     raw_embeddings: whether embeddings are rows of the model's table, without other steps of its embedding module.
     scale: factor of the embeddings. multiplier, soft_cap: of the logits; soft_cap 0 is none.
-    first_draft: index of the block's first row that drafts; 0 if the last accepted token's row drafts too.
-    anchored: whether all rows have the last accepted token's window, which then includes the distance `window`."""
+    first_draft: index in the block of the first column that drafts; 0 if the last accepted token's column does.
+    anchored: whether all columns use the last accepted token's window, which then includes the distance `window`."""
 
     block_size: int
     mask_token_id: int
@@ -111,15 +110,15 @@ class DFlashDrafter(FeatureDrafter):
         return self.settings.block_size + 1 - self.settings.first_draft
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
-        """Logits [R, n, V] of the block's n rows that draft, for R requests.
+        """Logits [R, n, V] of the block's n columns that draft, for R requests.
 
         query: C columns of accepted tokens, whose keys and values are stored, then the columns of the block.
-        features: [R, C, layers * D], of the accepted tokens."""
+        features: [R, C, layers * D]: the model's hidden states (of width D) at the accepted tokens."""
         with torch.no_grad():
             return self.logits(self.states(query, features, store))
 
     def states(self, query: Query, features: Tensor, store: KeyValueStore) -> Tensor:
-        """Output states [R, n, D] of the rows that draft; arguments as for a call."""
+        """Output states [R, n, D] of the columns that draft; arguments as for a call."""
         with torch.no_grad():
             num_context = features.shape[1]
             cache = store.bind(query)
@@ -150,7 +149,7 @@ class DFlashDrafter(FeatureDrafter):
         return embedded * self.settings.scale
 
     def _masks(self, query: Query, store: KeyValueStore, num_context: int) -> dict[str, Tensor]:
-        """Masks [R, 1, block, K] bool by layer type: the keys that each row of the block sees."""
+        """Masks [R, 1, block, K] bool by layer type: which of K keys each column of the block sees."""
         mask, keys = store.visible(query)
         assert mask is not None  # the query sets `visible`
         full = mask[:, :, num_context:]
@@ -207,7 +206,7 @@ def read_network(
     """Read the network onto the base's device. Raises CheckpointError for weights that do not fit.
 
     cls: the network's class. fields: of transformers' config. extra: further config fields that `cls` reads.
-    is_zlab: whether weights have z-lab's names. unused_suffixes: endings of names that are not its weights."""
+    is_zlab: whether weights have z-lab's names. unused_suffixes: endings of names of tensors that are not read."""
     _check_sizes(source, fields, read_weight_headers(source, revision))
     check_stored_dtypes(source, {}, revision, unused_suffixes)
     ids = {"block_size": settings.block_size, "mask_token_id": settings.mask_token_id}
@@ -235,7 +234,8 @@ def network_classes(source: str) -> tuple[Any, Any]:
 def read_settings(
     source: str, config: Mapping[str, Any], base: Model, is_zlab: bool = True
 ) -> tuple[dict[str, Any], BlockSettings]:
-    """Read fields of transformers' config and settings. is_zlab: whether the format is z-lab's or speculators'."""
+    """Return fields for transformers' config, and block settings. is_zlab: whether the format is z-lab's or
+    speculators'."""
     where = f"config.json of {source!r}"
     names = ("hidden_size", "vocab_size", "num_target_layers")
     check_base_sizes(source, base, **{name: config.get(name) for name in names})
@@ -257,10 +257,8 @@ def read_settings(
 
 
 def flatten_config(source: str, config: Mapping[str, Any], known_fields: Sequence[str] = FIELDS) -> dict[str, Any]:
-    """Fields of config.json and z-lab's `dflash_config` as one object, without nulls. Raises CheckpointError for an
-    unsupported variant.
-
-    known_fields: of `dflash_config`."""
+    """Merge config.json and its `dflash_config` (z-lab's) into one object, without nulls. Raises CheckpointError for an
+    unsupported variant. known_fields: supported fields of `dflash_config`."""
     where, dflash_config = f"config.json of {source!r}", config.get("dflash_config")
     dflash_config = {} if dflash_config is None else check_object("dflash_config", dflash_config, where)
     dflash_fields = {name: value for name, value in dflash_config.items() if value is not None}

@@ -4,8 +4,7 @@ A short convolution over the block precedes and follows every attention and MLP;
 sublayer's normed input. At each position the model's output matrix proposes `selector_top_k` candidates; a low-rank
 table scores them given the previous draft. Other tokens are never drafted. Two formats are read: z-lab's
 (`architectures` "DFlash2DraftModel"), where layer number l means the output of layer l, and speculators'
-(`speculators_model_type` "dflash2"), where it means the input.
-"""
+(`speculators_model_type` "dflash2"), where it means the input."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ class Convolution(nn.Module):
 
 
 class ConvolvedLayer(MuseGlimmerAssistantDecoderLayer):  # type: ignore[misc, no-any-unimported]
-    """The decoder layer with convolutions; keys and values of the context are not convolved."""
+    """The decoder layer with convolutions over the block; keys and values of the context are not convolved."""
 
     def __init__(self, config: Any, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -96,8 +95,8 @@ class DFlash2Network(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-un
 class SelectorWalk:
     """The scores of a block's candidates, token by token.
 
-    unary, candidates: [R, n, K]: logits and ids of the K candidates at each of n positions.
-    projected: [R, n, r]: the states after `hidden_projection`. vocab: number of the model's tokens."""
+    unary, candidates: [R, n, K]: logits and ids of the K candidates at each of n positions of R rows.
+    projected: [R, n, rank]: the states after `hidden_projection`. vocab: V, the number of the model's tokens."""
 
     selector: Selector
     unary: Tensor
@@ -130,7 +129,7 @@ class DFlash2Drafter(WalkDrafter):
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> SelectorWalk:
         """Choose the candidates, and return their scores.
 
-        states: [branches * R, n, D]. guide: mixes guidance branches, [branches * R, n, X] -> [R, n, X].
+        states: [branches * R, n, D]. guide: mixes the guidance branches of a tensor: [branches * R, n, X] -> [R, n, X].
         allowed: [V] bool: tokens that may be drawn; None for all."""
         selector, vocab = self.module.candidate_selector, self.facts.vocab_size
         unary = guide(self.logits(states))

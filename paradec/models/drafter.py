@@ -50,7 +50,7 @@ class FeatureDrafter(Adapter):
     keep_layers: tuple[int, ...] | None = None
     """Layers of the model whose outputs are read; None reads its last hidden states."""
     tokens: Tensor | None = None
-    """[Vd] int64: the model's id of each of the drafter's tokens; None if it has all of the model's."""
+    """[Vd] int64: the model's id of each of the drafter's Vd tokens; None if these are all of the model's tokens."""
     pads = supports_store = supports_visibility = True
     module: Any
     base: Any
@@ -68,7 +68,7 @@ class FeatureDrafter(Adapter):
         return f"{name}({self.facts.name!r}: drafts for {self.base.facts.name!r}, {dtype} on {self.device})"
 
     def store_bytes(self, rows: int, length: int) -> int:
-        """Bytes that a store of `rows` rows and `length` positions will take."""
+        """Bytes of a store with `rows` rows and `length` positions."""
         return store_bytes(self.module.config, rows, length, self.dtype)
 
     def make_store(self, rows: int, length: int) -> KeyValueStore:
@@ -89,11 +89,13 @@ class FeatureDrafter(Adapter):
         return expanded.index_copy_(-1, self.tokens, logits)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Features [R, F, layers * D] -> inputs of the next positions [R, F, D]; by default unchanged."""
+        """Features [R, F, layers * D] at F positions -> inputs [R, F, D] of the positions after them. Unchanged
+        here."""
         return features
 
     def bind(self, model: Model) -> Self:
-        """A copy of the drafter over `model`, a request's copy of the base. Raises ValueError for another model."""
+        """A copy of the drafter with `model`, a request's copy of the base, as its base. Raises ValueError for another
+        model."""
         if getattr(model, "module", None) is not self.base.module:
             raise ValueError(
                 f"drafter {self.facts.name} reads features of {self.base.facts.name}, and cannot draft for "
@@ -137,7 +139,7 @@ def check_base_sizes(name: str, base: Model, **sizes: Any) -> None:
 
 
 def check_layers(name: str, indices: Iterable[int], base: Model, has_final: bool) -> None:
-    """Raise ValueError for other indices than the base's n layers, 0 to n - 1. has_final: whether n is allowed too."""
+    """Raise ValueError unless indices are from 0 to n - 1, for a base of n layers. has_final: whether n is allowed."""
     count = len(require_decoder_layers(base))
     for index in indices:
         check_int(name, index, low=0, high=count if has_final else count - 1)
@@ -246,8 +248,8 @@ def read_input_layers(source: str, name: str, inputs: Any, base: Model) -> tuple
 
 
 def read_token_map(source: str, tables: Mapping[str, Tensor], rows: int | None, base: Model) -> Tensor | None:
-    """[Vd] int64: the model's id of each of the drafter's tokens; None if it has all of the model's. Raises
-    CheckpointError for wrong tables.
+    """[Vd] int64: the model's id of each of the drafter's Vd tokens; None if these are all of the model's tokens.
+    Raises CheckpointError for wrong tables.
 
     rows: number of rows of the drafter's output matrix; None if it has no such matrix."""
     vocab = base.facts.vocab_size

@@ -1,11 +1,12 @@
 """DSpark drafters (DeepSpec, MIT; speculators' format): DFlash's network, with logits biased by the previous token.
 
-A block is the last accepted token and `block_size - 1` masks. Row j predicts the token at position j + 1 of the block,
-so the last accepted token's row drafts too (unless `sample_from_anchor` is false). A low-rank Markov head computes the
-bias from the previous token (vanilla), from this token and the row's state (gated), or from token, state and a
-recurrent memory (rnn). Drafts have the distribution softmax(logits + bias). A confidence head predicts the acceptance
-of a draft before the draft is drawn. Letters: R requests, n rows that draft, D width, r rank, Vd drafter's vocabulary.
-"""
+A block is the last accepted token and `block_size - 1` masks. Column j predicts the token at position j + 1 of the
+block, so the last accepted token's column drafts too (unless `sample_from_anchor` is false). A low-rank Markov head
+computes the bias from the previous token (vanilla), from this token and the column's state (gated), or from token,
+state and a recurrent memory (rnn). Drafts have the distribution softmax(logits + bias). A confidence head predicts the
+acceptance of a draft before the draft is drawn.
+
+R requests, n columns that draft, D width, r rank, V and Vd: number of the model's and of the drafter's tokens."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ HEADS = ("vanilla", "gated", "rnn")
 
 
 class MarkovHead(nn.Module):
-    """The bias of a row's logits; parameters are named as in published checkpoints.
+    """The bias of a column's logits; parameters are named as in published checkpoints.
 
-    kind: one of `HEADS`. rank: r. width: D, of the states. vocab: size of the model's vocabulary. rows: Vd."""
+    kind: one of `HEADS`. rank: r. width: D. vocab: V. rows: Vd."""
 
     def __init__(self, kind: str, rank: int, width: int, vocab: int, rows: int):
         super().__init__()
@@ -46,9 +47,9 @@ class MarkovHead(nn.Module):
         self.joint_proj = nn.Linear(width + 2 * rank, 3 * rank) if kind == "rnn" else None
 
     def forward(self, embedded: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """The bias [R, Vd] of one row of the block, and the memory [R, r] for the next row.
+        """The bias [R, Vd] of one column of the block, and the memory [R, r] for the next column.
 
-        embedded: [R, r], the previous token in `markov_w1`. state: [R, D], of the row. memory: [R, r]."""
+        embedded: [R, r]: the previous token's row of `markov_w1`. state: [R, D], of the column. memory: [R, r]."""
         if self.joint_proj is not None:
             gates = self.joint_proj(torch.cat((memory, embedded, state), -1)).chunk(3, -1)
             gate = gates[0].sigmoid()
@@ -84,7 +85,7 @@ class DSparkNetwork(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-uni
 
 @dataclass
 class MarkovWalk:
-    """The logits of a block's rows, token by token. states, guide: see `DSparkDrafter.walk`."""
+    """The logits of a block's columns, token by token. states, guide: see `DSparkDrafter.walk`."""
 
     drafter: DSparkDrafter
     states: Tensor
@@ -137,14 +138,15 @@ class DSparkDrafter(WalkDrafter):
     `block_size` drafts in one forward (one fewer if `sample_from_anchor` is false).
 
     module, base, settings: as for `DFlashDrafter`.
-    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None if it has all."""
+    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None if these are all of the model's."""
 
     def __init__(self, module: Any, base: Model, settings: BlockSettings, tokens: Tensor | None, name: str = "DSpark"):
         super().__init__(module, base, settings, name)
         self.tokens = None if tokens is None else tokens.to(self.device)
 
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> MarkovWalk:
-        """Start a walk over states [branches * R, n, D]. guide: mixes branches of guidance (to R rows of logits)."""
+        """Start a walk over states [branches * R, n, D]. guide: mixes the guidance branches of logits [branches * R, n,
+        Vd] to [R, n, Vd]."""
         return MarkovWalk(self, states, guide)
 
     def logits(self, states: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ rotary angles of position i - 1; if the model is a LlamaGen, those of the token'
 
 A published folder has config.json (a Llama's, `num_hidden_layers` 1) and model.safetensors or pytorch_model.bin with
 embed_tokens.weight, fc.weight, optionally fc.bias, and layers.0: a Llama's layer without its first norm (Qwen2's
-drafters: with biases on q, k and v).
-"""
+drafters: with biases on q, k and v)."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ class EagleHead(nn.Module):
 
         tokens: [R, Q] int64. features: [R, Q, D], of the position before each token.
         rotation: cosine and sine [R, Q, head_dim].
-        mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own columns.
+        mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's columns.
         cache: `update(keys, values, layer)` returns keys and values to attend to."""
         embedded = self.embed_tokens(tokens).to(features.dtype)
         x = self.fc(torch.cat((embedded, features), -1))
@@ -81,7 +80,7 @@ class EagleDrafter(FeatureDrafter):
     lowers acceptance; outputs stay exact.
 
     As in the public code for image models, an id beyond the drafter's vocabulary (a condition) is embedded as id 0, and
-    guidance mixes conditional and unconditional logits. Unlike in that code, a caption's padding is masked.
+    guidance mixes conditional and unconditional logits. Unlike in that code, padding of captions is masked.
 
     module: the network. base: the model, loaded or wrapped."""
 
@@ -99,7 +98,8 @@ class EagleDrafter(FeatureDrafter):
         """Logits [R, W, V] of the wanted columns, and the predicted features [R, W, D]. Positions are at least 1.
 
         query: must set `visible`.
-        features: [R, Q, D]: of the position before each column; for a draft, the predicted feature of its parent."""
+        features: [R, Q, D]: the feature of the position before each column; for a draft's column, the predicted feature
+            of its parent."""
         with torch.no_grad():
             features = features.to(self.device, self.dtype)
             cache = store.bind(query)

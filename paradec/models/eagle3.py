@@ -2,12 +2,11 @@
 
 Li et al., arXiv 2503.01840; EAGLE-3.1, arXiv 2605.09992. One matrix fuses three layers' outputs at a position into a
 feature. The attention reads the feature of position i - 1 and the embedding of token i, each normed, as one vector. The
-layer's output is the next feature. The drafter's output matrix, and so its drafts, cover some of the model's tokens.
+layer's output is the next feature. The drafter's output matrix may cover only some of the model's tokens.
 
 Two formats are read: that of the paper's code (`midlayer.`, a flat config.json) and speculators'
 (`speculators_model_type` "eagle3", sizes in `transformer_layer_config`). In both formats, a layer number l means that
-layer's input, the output of layer l - 1.
-"""
+layer's input, the output of layer l - 1."""
 
 from __future__ import annotations
 
@@ -50,7 +49,8 @@ SUPPORTED = {
 class Eagle3Settings:
     """Settings of a drafter besides its sizes.
 
-    layers: model layers, from 0, whose outputs are read; of n layers, n is the last output before the final norm.
+    layers: model layers, from 0, whose outputs are read. For a model of n layers, n means the last layer's output
+        before the final norm.
     norm_before_residual: whether the residual branch starts from the normed feature.
     norm_output: whether the next feature is normed (3.1)."""
 
@@ -93,7 +93,7 @@ class Eagle3Layer(nn.Module):
 class Eagle3Head(nn.Module):
     """The network; parameter names are those of the paper's code.
 
-    weights: the file's; they imply the optional parts. base_width: width of the model's hidden states."""
+    weights: the file's, which determine the optional parts. base_width: width of the model's hidden states."""
 
     def __init__(self, config: LlamaConfig, settings: Eagle3Settings, weights: Mapping[str, Any], base_width: int):
         super().__init__()
@@ -110,7 +110,7 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(width, rows, bias=False) if rows else None
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Outputs of layers [R, F, layers * base_width] -> features [R, F, D]."""
+        """Outputs of layers [R, F, layers * base_width] at F positions -> features [R, F, D]."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
@@ -130,7 +130,7 @@ class Eagle3Drafter(FeatureDrafter):
     lowers acceptance; outputs stay exact.
 
     module: the network. base: the model, loaded or wrapped.
-    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None if it has all."""
+    tokens: [Vd] int64: the model's id of each of the drafter's Vd tokens; None if these are all of the model's."""
 
     def __init__(self, module: Eagle3Head, base: Model, tokens: Tensor | None = None, name: str = "EAGLE-3"):
         super().__init__(module, base, name)
@@ -140,13 +140,13 @@ class Eagle3Drafter(FeatureDrafter):
         self.rotary = LlamaRotaryEmbedding(module.config).to(self.device)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The three layers' outputs [R, F, 3 D] as features [R, F, D]."""
+        """Outputs of three layers [R, F, 3 * base_width] -> features [R, F, D]."""
         with torch.no_grad():
             return self.module.fuse(features.to(self.device, self.dtype))
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-        """Logits [R, W, V] of the wanted columns (-inf for tokens that the drafter lacks); next features [R, W, D].
-        query: must set `visible`. features: [R, Q, D], fused, of the position before each column."""
+        """Logits [R, W, V] of the W wanted columns (-inf for tokens that the drafter lacks), and next features
+        [R, W, D]. query: must set `visible`. features: [R, Q, D]: fused features of the position before each column."""
         with torch.no_grad():
             cache = store.bind(query)
             mask, _ = store.visible(query)

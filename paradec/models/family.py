@@ -44,10 +44,10 @@ class Family:
     qwen2_tokenizer: whether vocab.json and merges.txt are Qwen2's, and replace a missing tokenizer.json.
     float32_angles: whether `rope_full_precision` (on by default) keeps rotary angles in float32.
     experts: whether files have one matrix per expert (mixture of experts), which the module stacks.
-    fused: names, within a layer, of the file's weights -> names of the module's weights that they join by rows.
-    reader: returns the class that reads the files if `module` cannot; the module read then gets the class `module`.
+    fused: {name of a file's weight within a layer: names of the module's weights whose rows it joins}.
+    reader: returns the class that reads the files if `module` cannot; its instance then gets the class `module`.
     modes: allowed values of load's `topology`, the default first; empty for families with one topology.
-    draft_adapter: folder, in the checkpoint, of the adapter with which a model drafts for itself.
+    draft_adapter: the checkpoint's folder with the adapter that the model uses for its own drafts.
     decoder: returns the subclass of `Decoder` for a configuration; None is `Decoder` itself.
     padding_ends: whether the tokenizer's end token, or else the padding token, replaces a missing end id."""
 
@@ -92,8 +92,8 @@ class Family:
 
 
 def read_block_length(config: Mapping[str, Any], name: str) -> int | None:
-    """The block length that config.json states under this name; None if it does not. Raises CheckpointError unless it
-    is a positive integer."""
+    """The block length in the field `name` of config.json; None if the field is missing. Raises CheckpointError unless
+    it is a positive integer."""
     return None if config.get(name) is None else read_positive(config, name)
 
 
@@ -210,7 +210,8 @@ def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], token
 def _first_id(
     source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer_id: Any, argument: Any = None
 ) -> Any:
-    """The first id in the order of `values`. Contradictions are logged; without `argument`, those of mask ids warn."""
+    """The first id that is not None, in the order of `values`. If ids differ, warn for mask ids unless `argument` is
+    given; otherwise log."""
     values = {
         "argument": argument,
         "config.json": config.get(name),

@@ -1,8 +1,7 @@
 """GGUF files (llama.cpp's format): the header, weights that are unpacked one by one, and the config.json and tokenizer
 of masked models.
 
-The header is checked first; reading it takes memory only for its entries. The package gguf unpacks weights.
-"""
+The header is checked first; reading it takes memory only for its entries. The package gguf unpacks weights."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ MAX_ENTRIES = 2**22
 CHUNK = 2**20
 """Number of weights that are unpacked at a time; it bounds the memory in float32."""
 PLAIN = ("F32", "F16", "BF16")
-"""Kinds of tensors that are not packed in groups."""
+"""Kinds of tensors that are not quantised."""
 
 MASKED = ("llada", "dream", "llada-moe", "rnd1")
 """Architectures of masked diffusion models."""
@@ -40,7 +39,7 @@ CAUSAL = ("llama", "qwen2", "qwen3", "qwen3moe")
 INTERLEAVED = ("llada", "llama")
 """Architectures whose files interleave the two halves of each head of queries and keys."""
 SHIFT = "diffusion_shift_logits"
-"""The field that `build_config` adds if the header's `diffusion.shift_logits` differs from the family's prediction."""
+"""Field that `build_config` adds to config.json if `diffusion.shift_logits` differs from the family's prediction."""
 
 LAYER_WEIGHTS = {
     "attn_norm": "input_layernorm",
@@ -127,10 +126,10 @@ SPLITS = {"qwen2": QWEN_SPLIT, "gpt-2": ""} | dict.fromkeys(("bailingmoe", "bail
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A stored tensor, which `[...]` unpacks, like a slice of a safetensors file.
+    """A stored tensor. Indexing it (`tensor[...]`) unpacks it, like a slice of a safetensors file.
 
     blocks: uint8 [rows, bytes]. kind: gguf's type. shape: in torch's order. dtype: of the unpacked tensor.
-    heads: number of heads whose rows are interleaved, 0 for none."""
+    heads: number of heads if the two halves of each head's rows are interleaved, else 0."""
 
     blocks: Any
     kind: Any
@@ -161,7 +160,7 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
 
     def has_packed_layers(self, min_weights: int) -> bool:
-        """Whether a weight of a layer with at least `min_weights` entries is packed."""
+        """Whether a layer has a quantised weight with at least `min_weights` entries."""
         packed = {name: tensor.shape for name, tensor in self.tensors.items() if tensor.kind.name not in PLAIN}
         return any(name.startswith("blk.") and prod(shape) >= min_weights for name, shape in packed.items())
 
@@ -176,8 +175,8 @@ class GgufFile:
         return value if isinstance(value, int) else float(str(np.float32(value)))  # 1e-5, not 9.99999974e-06
 
     def read_weights(self, dtype: Any) -> dict[str, GgufTensor]:
-        """Return the tensors by the published checkpoint's names. Raises CheckpointError for a tensor without such a
-        name, or with a wrong shape."""
+        """Return the tensors under the published checkpoint's names, which unpack to `dtype`. Raises CheckpointError
+        for a tensor that is unknown or has a wrong shape."""
         weights: dict[str, GgufTensor] = {}
         for name, tensor in self.tensors.items():
             if name == ROPE_FACTORS:
@@ -232,7 +231,8 @@ class GgufFile:
         return config
 
     def build_tokenizer(self) -> Any:
-        """The byte-level tokenizer of a masked model; None without tokens. Raises CheckpointError for another kind."""
+        """The byte-level tokenizer of a masked model; None if the file has none. Raises CheckpointError for tokenizers
+        of other kinds."""
         fields = {name.removeprefix("tokenizer.ggml."): value for name, value in self.fields.items()}
         tokens, model, pre = (fields.get(name) for name in ("tokens", "model", "pre"))
         if tokens is None:
@@ -294,7 +294,7 @@ def read_gguf(source: str, gguf_file: str, revision: str | None) -> GgufFile:
 
 
 class _HeaderReader:
-    """Reads a file's header from its beginning. Raises ValueError for a wrong header."""
+    """Reader of a file's header, from the first byte on. Raises ValueError for a wrong header."""
 
     def __init__(self, path: Path):
         self.path, self.data, self.offset = path, np.memmap(path, np.uint8, "r"), 0

@@ -1,8 +1,7 @@
 """Text models with int8 weights (`paradec.kernels.int8`), which are rounded one by one while a file is read.
 
-A quantiser of transformers replaces layers of the empty module, and rounds each weight when it is read. In files of
-`save_pretrained`, weights have the module's names, and `quantization_config` in config.json holds the settings.
-"""
+A quantiser of transformers replaces layers of the empty module by int8 layers, and rounds each weight when it is read.
+In files of `save_pretrained`, `quantization_config` in config.json holds the settings."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ class Int8Config(QuantizationConfigMixin):
     """Settings of int8 weights.
 
     activations: bits of activations, 15 (as two int8 rows) or 8. min_weights: layers with fewer weights stay unchanged.
-    weight_bits: 8, or 7 for processors that need it; None chooses. dtype: of the other weights in a saved model."""
+    weight_bits: 8, or 7 for processors with inexact products of 8 bits; None: the most that is exact on this processor.
+    dtype: of the other weights in a saved model."""
 
     activations: int = 15
     min_weights: int = 2**20
@@ -56,7 +56,7 @@ class Int8Config(QuantizationConfigMixin):
 
 @register_quantizer(INT8)
 class Int8Quantizer(HfQuantizer):
-    """Replaces layers, and rounds their weights unless the file has int8 weights."""
+    """Quantiser that replaces layers by int8 layers, and rounds their weights unless the file has int8 weights."""
 
     def __init__(self, quantization_config: Int8Config, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
@@ -114,7 +114,8 @@ class Int8Quantizer(HfQuantizer):
         return RoundWeights(self)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Round a tied output matrix (not the embeddings), pack weights, and remove the marks of a quantised module."""
+        """Round a tied output matrix (not the embeddings), pack weights, and remove transformers' quantisation
+        marks."""
         layers = [layer for layer in model.modules() if isinstance(layer, Int8Module)]
         for name, weight in ((name, weight) for layer in layers for name, weight in layer.named_parameters()):
             expected = torch.float32 if name.endswith("scale") else torch.int8
@@ -174,7 +175,7 @@ class RoundWeights(ConversionOps):
 
 
 def stored_config(model: Any) -> dict[str, Any] | None:
-    """The `quantization_config` of a model's config.json; None without int8 weights."""
+    """The `quantization_config` to save in config.json; None for a model without int8 weights."""
     layers: list[Any] = [layer for layer in model.module.modules() if isinstance(layer, Int8Module)]
     if not layers:
         return None
@@ -191,7 +192,7 @@ def stored_config(model: Any) -> dict[str, Any] | None:
 
 
 def is_converted(name: str, layer: Any, min_weights: int) -> bool:
-    """Whether a layer gets int8 weights: a large linear layer but not a router, or experts [E, outputs, inputs]."""
+    """Whether a layer gets int8 weights: a large linear layer that is not a router, or large stacked experts."""
     if type(layer) is nn.Linear:
         is_router = name.rpartition(".")[2] in ROUTERS
         return not is_router and layer.weight.numel() >= min_weights and layer.in_features <= MAX_INPUTS

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 
 def decoder_layers(model: Any) -> nn.ModuleList | None:
-    """A model's layers in order; None without a module list of `num_hidden_layers`."""
+    """A model's layers in order; None if it has no `nn.ModuleList` of `num_hidden_layers` modules."""
     lists = (layers for layers in model.module.modules() if isinstance(layers, nn.ModuleList))
     return next((layers for layers in lists if len(layers) == model.text_config.num_hidden_layers), None)
 
 
 def require_decoder_layers(model: Any) -> nn.ModuleList:
-    """As `decoder_layers`, but raise ValueError without such a list."""
+    """As `decoder_layers`, but raise ValueError instead of returning None."""
     if (layers := decoder_layers(model)) is None:
         raise ValueError(f"{model.facts.name} has no list of decoder layers to read outputs from")
     return layers
@@ -26,8 +26,8 @@ def require_decoder_layers(model: Any) -> nn.ModuleList:
 class LayerOutputs:
     """A context that records outputs of a network's layers.
 
-    layers: all layers of the network, in order.
-    indices: layers to read, from 0. With n layers, n is the last output before the final norm, n - 1 after it."""
+    layers: all n layers of the network, in order.
+    indices: layers to read, from 0 to n. n - 1 is the last layer's output after the final norm, n before it."""
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
         self.layers, self.indices = layers, tuple(indices)
@@ -48,7 +48,7 @@ class LayerOutputs:
         self.outputs[index] = output[0] if isinstance(output, tuple) else output
 
     def concatenate(self, last: Tensor) -> Tensor:
-        """Join outputs in the order of `indices`: [R, Q, layers * D]. last: [R, Q, D], hidden states after the final
-        norm, used as the last layer's output, as in transformers."""
+        """Concatenate outputs in the order of `indices`: [R, Q, layers * D]. last: [R, Q, D]: hidden states after the
+        final norm, which index n - 1 means, as in transformers."""
         parts = [last if index == len(self.layers) - 1 else self.outputs[index] for index in self.indices]
         return torch.cat([part.to(last.device) for part in parts], -1)

@@ -37,12 +37,12 @@ def load_drafter(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
 ) -> EagleDrafter | Eagle3Drafter | DFlashDrafter | MtpDrafter:
-    """Read a drafter in its published format: a folder or hub repository of EAGLE, EAGLE-2 or LANTERN, of EAGLE-3 or
-    3.1 (the paper's format, or speculators'), DFlash (z-lab's or transformers'), DFlash 2 (z-lab's or speculators') or
+    """Read a drafter from a folder or hub repository in its published format: EAGLE, EAGLE-2, LANTERN, EAGLE-3 and 3.1
+    (the paper's or speculators' format), DFlash (z-lab's or transformers'), DFlash 2 (z-lab's or speculators') or
     DSpark (DeepSpec's or speculators'). DFlash and later formats need safetensors, and transformers 5.23 or newer.
 
-    Models trained with heads for multi-token prediction (MTP: DeepSeek-V3, GLM-4 MoE and others) have the heads in
-    their own checkpoint: `load_drafter(model, kind="mtp")`. Heads in speculators' format are a folder as above.
+    Heads for multi-token prediction (MTP) are in the checkpoint of the model that was trained with them (DeepSeek-V3,
+    GLM-4 MoE and others): `load_drafter(model, kind="mtp")`. In speculators' format they have a separate folder.
 
     Args:
         source: the folder or repository; for MTP a model from `paradec.load`, or the folder of its checkpoint.
@@ -53,9 +53,8 @@ def load_drafter(
         revision: of a hub repository.
 
     Raises: CheckpointError (a ValueError): files that are missing or corrupt, weights that do not fit (the message
-        names them), other sizes than the base's, or an unknown format. TypeError, ValueError: a base that the drafter
-        cannot draft for.
-    """
+        names them), sizes that differ from the base's, or an unknown format. TypeError, ValueError: a base that the
+        drafter cannot draft for."""
     if kind is not None:
         check_choice("kind", kind, ("mtp",))
     if kind is not None and base is None:

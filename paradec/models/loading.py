@@ -63,11 +63,11 @@ def load(
 
     Masked models (LLaDA, Dream, SDAR, TraDo, Fast-dLLM v2, LLaDA-MoE, LLaDA2 and others: docs/models.md has the table)
     run on transformers' modules of similar models, with the attention used in training. DiffusionGemma and causal
-    language models in transformers' format ("qwen3", "llama", ...) run on transformers' own classes; causal models have
-    the end and padding ids of its `generate`. Weights must be safetensors or GGUF; remote code is never executed.
+    language models in transformers' format ("qwen3", "llama", ...) run on transformers' own classes. Causal models use
+    the end and padding ids of `generate` in transformers. Weights must be safetensors or GGUF. Remote code is not run.
 
-    Ids of mask, padding and end come from config.json, then generation_config.json, then the tokenizer. If these
-    disagree, the first is used, with a warning for the mask; all end ids are used.
+    The ids of mask, padding and end are read from config.json, generation_config.json and the tokenizer. If these
+    disagree, the first in this order is used for mask (with a warning) and padding; all end ids are used.
 
     Image models (docs/images.md) load from the published files and folders of LlamaGen, MAR, VAR, LPD and others, and
     in transformers' format for Emu3, Chameleon, Janus and GLM-Image's prior. The package contains "digits-ar",
@@ -75,30 +75,30 @@ def load(
     "digits-var-small".
 
     Args:
-        source: a folder, a hub repository id, or None for the small model inside the package; also a GGUF file
-            ("folder/file.gguf", "owner/repository/file.gguf"), or only a LoRA adapter, whose config names its base.
-        dtype: parameters' dtype (a torch dtype or its name); None keeps the checkpoint's. GGUF files become float32;
-            packed ones become int8 and bfloat16 on a CPU.
+        source: a folder, a hub repository id, or None for the small model inside the package. It may be a GGUF file
+            ("folder/file.gguf", "owner/repository/file.gguf") or a LoRA adapter alone, whose config names its base.
+        dtype: parameters' dtype (a torch dtype or its name). None keeps the checkpoint's dtype, but converts GGUF files
+            to float32, or quantised GGUF files on a CPU to int8 weights and bfloat16.
         device: None is the CPU, or the devices of `device_map`/`tp_plan`.
-        quantization: "int8" rounds the weights of text models to 8 bits, with a scale per output, while they are read
-            (except embeddings, norms, routers and layers of less than 2**20 weights); "int8(min_weights=1)" or a
-            `paradec.models.int8.Int8Config` has settings. `save_pretrained` writes the int8 weights.
+        quantization: "int8" rounds the weights of text models to 8 bits while they are read, with a scale per output.
+            Embeddings, norms, routers and layers of less than 2**20 weights are not rounded. Settings are given as
+            "int8(min_weights=1)" or `paradec.models.int8.Int8Config`. `save_pretrained` writes the int8 weights.
         device_map, quantization_config, revision, offload_folder: as in transformers' `from_pretrained`; mixtures of
             experts need a folder to offload to disk.
-        tp_plan: "auto" under `torchrun`: each process reads a part of each matrix (docs/engines.md). A mapping (module
-            names to styles) changes transformers' plan.
-        attn_implementation: "sdpa", "eager", or "sparsed" (sdpa, with SparseD for requests that set no attention).
+        tp_plan: tensor parallelism under `torchrun` (docs/engines.md): "auto" is transformers' plan; a mapping (module
+            names to styles) changes this plan. Each process reads a part of each matrix.
+        attn_implementation: "sdpa", "eager", or "sparsed": sdpa, with SparseD for requests without `attention=`.
         mask_token_id: overrides the checkpoint's; needed if it states none.
-        block_length: the block length of a block-causal checkpoint's training; overrides the checkpoint's, needed if it
-            states none. (`generate(block_length=...)` sets the blocks of an answer.)
-        topology: None is that of the format ("block_causal" in blocks of 32 for D2F's published adapters).
-            "block_causal" loads weights in LLaDA's or Dream's format that were trained with blocks from the prompt's
-            end (D2F), and needs `block_length`. Nemotron-Labs-Diffusion ("causal_context") may also be "causal" (token
-            by token) or "block_causal".
+        block_length: the block length with which a block-causal checkpoint was trained. Overrides the checkpoint's;
+            needed if it states none. (`generate(block_length=...)` sets the blocks of an answer.)
+        topology: the attention's; None is that of the format ("block_causal" in blocks of 32 for D2F's published
+            adapters). "block_causal" is for weights in LLaDA's or Dream's format that were trained with blocks from the
+            prompt's end (D2F); it needs `block_length`. Nemotron-Labs-Diffusion ("causal_context") may also be "causal"
+            (token by token) or "block_causal".
         rope_theta: replaces the base of a masked model's rotary angles; a larger base suits longer texts (LongLLaDA).
-            Rows may then be longer than in training, with a warning.
+            Rows may be longer than in training, with a warning.
         adapter: a folder or hub repository with a LoRA adapter in peft's format, merged into the weights of LLaDA's,
-            Dream's and similar formats. Models that draft for themselves apply it only to their drafts.
+            Dream's and similar formats. Models that make their own drafts apply it only to these drafts.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
         tokenizer: replaces the checkpoint's: a tokenizer of transformers, or a folder or hub id that has one.
         image_options: further arguments of image models, such as `vq=`, the VQ autoencoder's file (MAR: `vae=`); see
@@ -106,8 +106,7 @@ def load(
 
     Raises:
         CheckpointError (a ValueError): an unknown format, corrupt files, missing or unexpected weights, an unsupported
-            configuration, no mask id. ValueError: an argument out of its range.
-    """
+            configuration, no mask id. ValueError: an argument out of its range."""
     for name in image_options:
         if name in LOAD_ARGUMENTS:
             raise TypeError(f"load has no argument {name!r}: {LOAD_ARGUMENTS[name]}")
@@ -126,9 +125,7 @@ def load(
     }
     if source is None:
         if gguf_file is not None:
-            raise ValueError(
-                f"gguf_file={short_repr(gguf_file)} needs a source: the folder or repository that it is in"
-            )
+            raise ValueError(f"gguf_file={short_repr(gguf_file)} needs source: the folder or repository of the file")
         common: dict[str, Any] = {"dtype": dtype, "device": device, "attn_implementation": attn_implementation}
         packaged = importlib.resources.files("paradec") / "assets" / PACKAGED
         with importlib.resources.as_file(packaged) as folder:
@@ -143,7 +140,7 @@ def load(
     source, gguf_file = causal.split_gguf_path(os.fspath(source), gguf_file)
     similar = {plain_name(name): name for name in (*PACKAGED_IMAGES, *PACKAGED_PIPELINES)}.get(plain_name(source))
     if similar not in (None, source) and not os.path.exists(source):
-        raise CheckpointError(f"{source!r} is not a folder here; did you mean the packaged {similar!r}?")
+        raise CheckpointError(f"{source!r} is not a folder here; did you mean the packaged model {similar!r}?")
     if adapter is None and gguf_file is None and (base_checkpoint := _find_lone_adapter(source, revision)):
         source, revision, text_options["adapter"] = *base_checkpoint, lora.read_lora(source, revision)
     quantization = text_options["quantization"] = _parse_quantization(text_options)
@@ -189,12 +186,11 @@ def load(
 
 @torch.no_grad()
 def lay_out_by_columns(model: Any) -> Any:
-    """Store the float32 matrices of a small CPU model's linear layers column by column; return the model.
+    """Store the float32 matrices of a small CPU model's linear layers column by column. Return the model.
 
     Products with few positions read a matrix by columns. Columns begin an odd number of cache lines apart, so that they
     do not compete for the same cache sets. Matrices that several layers share stay unchanged. If all matrices together
-    exceed `MAX_COPIED` bytes, none is changed: processes share matrices of large models as memory-mapped files.
-    """
+    exceed `MAX_COPIED` bytes, none is changed, so that processes can share the memory-mapped files of large models."""
     readers = Counter(id(weight) for part in model.module.modules() for weight in part.parameters(recurse=False))
     linears = [part for part in model.module.modules() if type(part) is nn.Linear and readers[id(part.weight)] == 1]
     weights = [part.weight for part in linears if part.weight.is_cpu and part.weight.dtype == torch.float32]
@@ -238,7 +234,7 @@ def _check_plan(plan: Any, options: Mapping[str, Any]) -> None:
 
 
 def _parse_quantization(options: Mapping[str, Any]) -> Any:
-    """The `Int8Config` for `quantization`, or None. Raises ValueError for a wrong value, or an excluded option."""
+    """The `Int8Config` for `quantization`, or None. Raises ValueError for a wrong value or an incompatible option."""
     value = options["quantization"]
     if value is None:
         return None
@@ -254,14 +250,14 @@ def _parse_quantization(options: Mapping[str, Any]) -> Any:
     for name in ("quantization_config", "adapter", "tp_plan", "device_map", "offload_folder"):
         if options[name] is not None:
             hint = (
-                "merge it first: load with it, save_pretrained, load that" if name == "adapter" else "give one of them"
+                "merge it first: load with it, save_pretrained, load again" if name == "adapter" else "give one of them"
             )
             raise ValueError(f"quantization='int8' does not go with {name}={short_repr(options[name])}; {hint}")
     return replace(value)
 
 
 def _parse_tokenizer(value: Any) -> Any:
-    """Return the argument `tokenizer`, read if it is a folder or hub id. Raises ValueError for another value."""
+    """Return the argument `tokenizer`; read a folder or hub id. Raises ValueError for a value of another type."""
     if isinstance(value, (str, os.PathLike)):
         check_path("tokenizer", value)
         tokenizer = read_tokenizer(os.fspath(value), FAMILIES["Dream"], None)  # vocab.json alone is enough for Dream
@@ -280,8 +276,8 @@ def _refuse_image_options(options: Mapping[str, Any]) -> None:
 
 
 def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, Any]]:
-    """Find the location and config.json of a checkpoint; for an image model's single file only the `model_type`. Raises
-    CheckpointError for a missing checkpoint, a diffusers pipeline, or a file of a text model's folder."""
+    """Return the path and config.json of a checkpoint. For an image model in a single file, the config is only its
+    `model_type`. Raises CheckpointError for a missing checkpoint, a diffusers pipeline, or a file of a text model."""
     if source in PACKAGED_IMAGES and not os.path.exists(source):
         source = packaged_image(source)
     is_pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
@@ -304,17 +300,17 @@ def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, 
 def _load_gguf(
     file: gguf.GgufFile, attn_implementation: str, device: torch.device | None, dtype: Any, **options: Any
 ) -> Model:
-    """Load a GGUF file. Packed weights become int8 on a CPU, unless a dtype or a quantisation is requested."""
+    """Load a GGUF file. Quantised weights become int8 on a CPU, unless a dtype or a quantisation is requested."""
     from paradec.models.int8 import Int8Config
 
-    quantization, is_unpacked_here = options.pop("quantization"), file.architecture in (*gguf.MASKED, *gguf.CAUSAL)
+    quantization, is_supported = options.pop("quantization"), file.architecture in (*gguf.MASKED, *gguf.CAUSAL)
     other_options = [options[name] for name in ("quantization_config", "adapter", "device_map", "offload_folder")]
     is_cpu, has_options = device is None or device.type == "cpu", any(value is not None for value in other_options)
     can_choose = dtype == "auto" and is_cpu and not has_options
-    if quantization is None and can_choose and is_unpacked_here and file.has_packed_layers(Int8Config.min_weights):
+    if quantization is None and can_choose and is_supported and file.has_packed_layers(Int8Config.min_weights):
         quantization = Int8Config()
     if quantization is not None:
-        if not is_unpacked_here:
+        if not is_supported:
             raise CheckpointError(
                 f"quantization='int8' does not work for {file.path!r}, which holds {file.architecture!r}; it works for "
                 f"{', '.join((*gguf.MASKED, *gguf.CAUSAL))}"
@@ -361,5 +357,5 @@ def _parse_device(device: str | torch.device | None) -> torch.device | None:
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"device={short_repr(device)} is not available here: {first_line(error)}") from error
     if parsed.type == "meta":
-        raise ValueError(f"device={short_repr(device)} holds no values; give a device that computes, e.g. 'cpu'")
+        raise ValueError(f"device={short_repr(device)} has no memory for weights; give another device, e.g. 'cpu'")
     return parsed

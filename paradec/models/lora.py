@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) in peft's format.
 
-adapter_config.json names matrices as the published checkpoint does, also by patterns. Therefore peft adapts a module of
-empty linear layers with the published names; a family's `key_mapping` maps these names to the model's weights.
-"""
+adapter_config.json selects matrices by the published checkpoint's names or by patterns of them. Therefore peft adapts a
+module of empty linear layers with the published names. A family's `key_mapping` maps these names to the model's
+weights."""
 
 from __future__ import annotations
 
@@ -75,9 +75,10 @@ FIELDS = (
 class LoRA:
     """An adapter in memory.
 
-    source: the folder or hub repository. file: its adapter_model.safetensors; adapter_config.json lies next to it.
+    source: the folder or hub repository. file: its adapter_model.safetensors; adapter_config.json is next to it.
     config: peft's LoraConfig.
-    weights: "NAME.lora_A.weight" [r, in] and "NAME.lora_B.weight" [out, r], by the base's names of the matrices."""
+    weights: "NAME.lora_A.weight" [rank, in] and "NAME.lora_B.weight" [out, rank]; NAME is the base's name of a
+    matrix."""
 
     source: str
     file: Path
@@ -85,9 +86,9 @@ class LoRA:
     weights: Mapping[str, Tensor]
 
     def layers(self, base: str, headers: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Build peft's layers for the adapted matrices of the checkpoint `base`, by their published names without
-        ".weight". Matrices that the config does not name are left out with a warning, as in peft. Raises
-        CheckpointError for an adapter that does not fit.
+        """Build peft's layers for the adapted matrices of the checkpoint `base`. Returns them by the matrices'
+        published names without ".weight". Matrices of the adapter that its config does not select are left out with a
+        warning, as in peft. Raises CheckpointError for an adapter that does not fit.
 
         headers: of the checkpoint's weights."""
         from peft import inject_adapter_in_model
@@ -133,10 +134,10 @@ class LoRA:
 
     @torch.no_grad()
     def merge(self, module: nn.Module, patterns: Mapping[str, str], layers: Mapping[str, Any]) -> None:
-        """Add the products to the module's weights, in float32 at least, rounded once. Raises CheckpointError for a
+        """Add the products B A to the module's weights, in float32 at least, rounded once. Raises CheckpointError for a
         weight that is not in memory, or becomes infinite or NaN.
 
-        patterns: the checkpoint's name patterns -> the module's names. layers: from `layers`."""
+        patterns: the checkpoint's name patterns -> the module's names. layers: from the method `layers`."""
         parameters = dict(module.named_parameters())
         for name, layer in layers.items():
             weight = parameters[rename_weight(f"{name}.weight", patterns)]
@@ -156,7 +157,7 @@ class LoRA:
 
 
 def read_base(source: str, revision: str | None) -> tuple[str, str | None]:
-    """The base checkpoint that an adapter names, and its revision. Raises CheckpointError if it names none."""
+    """The base checkpoint in an adapter's config, and its revision. Raises CheckpointError if the config has none."""
     config = read_json(source, CONFIG, revision)
     base, base_revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
@@ -169,8 +170,8 @@ def read_base(source: str, revision: str | None) -> tuple[str, str | None]:
 
 
 def read_lora(source: str, revision: str | None = None, subfolder: str = "") -> LoRA:
-    """Read an adapter from a source or its subfolder. Raises CheckpointError for a missing or wrong file, or an adapter
-    other than a product of two matrices; ModuleNotFoundError without peft."""
+    """Read an adapter from `source` or a subfolder of it. Raises CheckpointError for a missing or wrong file, or an
+    adapter that is not a product of two matrices; ModuleNotFoundError without peft."""
     file = os.path.join(subfolder, CONFIG)
     if fetch(source, file, revision) is None:
         raise CheckpointError(f"adapter={source!r} has no {CONFIG}")

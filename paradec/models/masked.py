@@ -60,8 +60,9 @@ UNSUPPORTED = {
     "omnivoice": "OmniVoice predicts several tokens at each position; samplers here predict one. Use its own code",
 }
 D2F = re.compile(r"D2F_(?:Dream|LLaDA)_\w+_Lora")
-"""Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and others; Wang et al., arXiv 2508.09192). The prompt
-is one block, and the answer's blocks are counted from its end. The adapters' files do not state this."""
+"""Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and others; Wang et al., arXiv 2508.09192), which make
+a model block-causal: the prompt is one block, and blocks of the answer follow. The adapters' files do not state
+this."""
 D2F_BLOCK_LENGTH = 32
 """Block length in most of D2F's published scripts. (Training used 16.)"""
 PROMPT_BLOCK = "prompt_block_length"
@@ -88,7 +89,7 @@ def load_masked(
 ) -> Decoder:
     """Load a masked language model, as `load` does; `options` are for `from_pretrained`.
 
-    gguf: the GGUF file at `source`; other files are then not read. tokenizer: replaces the checkpoint's."""
+    gguf: the GGUF file at `source`; no other file is then read. tokenizer: replaces the checkpoint's."""
     if block_length is not None and known_family(config) in (sdar.FAMILY, sdar.FAMILY_MOE):
         config = {**config, sdar.ARGUMENT_BLOCK: block_length}
     family = _find_family(source, config)
@@ -128,10 +129,11 @@ def load_masked(
     facts, drafts = read_facts(*ids, has_new_base=rope_theta is not None), None
     if family.modes:
         drafts = own_drafts.read_own_drafts(source, family, block_length, headers, revision, adapter)
-    name = registered_attention(attn_implementation)
+    attention_name = registered_attention(attn_implementation)
     if gguf is not None:
         options["state_dict"] = {name: headers[published] for name, published in names.items()}
-    module = _read_pretrained(source, hf_config, family, config, revision, attn_implementation=name, **options)
+    options["attn_implementation"] = attention_name
+    module = _read_pretrained(source, hf_config, family, config, revision, **options)
     if adapter is not None and drafts is None:
         adapter.merge(module, family.key_mapping or {}, layers)
     if device is not None:
@@ -146,7 +148,7 @@ def load_masked(
         default_max_new_tokens=max_new_tokens,
         default_block_length=family.default_block_length,
         default_attention=default_attention(attn_implementation, facts.name, facts.topology),
-        attn_implementation="sdpa" if facts.topology == "causal" else name,
+        attn_implementation="sdpa" if facts.topology == "causal" else attention_name,
     )
     model.own_drafts = drafts
     location = os.path.abspath(source) if os.path.isdir(source) else source
@@ -155,8 +157,8 @@ def load_masked(
 
 
 def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
-    """Raise ValueError for options that quantise or spread matrices which are split while they are read. With a
-    `tp_plan`, leave attention out of transformers' plan."""
+    """For a checkpoint whose fused matrices are split while they are read: raise ValueError for options that would
+    quantise or distribute them. With a `tp_plan`, leave attention out of transformers' plan."""
     plan, quantization = options.get("tp_plan"), options.get("quantization_config")
     if quantization is not None and getattr(quantization, "quant_method", None) != INT8:
         raise ValueError(
@@ -166,8 +168,8 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
         )
     if isinstance(plan, dict) and any("self_attn" in name for name in plan):
         raise ValueError(
-            f"tp_plan={short_repr(plan)} spreads the attention of {source!r}, whose query_key_value matrices are split "
-            "on reading; give 'auto', or a plan without attention"
+            f"tp_plan={short_repr(plan)} includes the attention of {source!r}, whose query_key_value matrices are "
+            "split on reading; give 'auto', or a plan without attention"
         )
     if plan is not None:
         expert_plan = {name: style for name, style in hf_config.base_model_tp_plan.items() if ".self_attn." not in name}
@@ -237,8 +239,8 @@ def _resolve_blocks(
     topology: str | None,
     adapter: LoRA | None,
 ) -> tuple[Family, int | None]:
-    """Return the family with the checkpoint's topology, and the block length. Raises CheckpointError for a topology
-    that does not fit the checkpoint, or an unknown block length."""
+    """Return the family, changed to the checkpoint's topology, and the block length. Raises CheckpointError for a
+    topology that does not fit the checkpoint, or an unknown block length."""
     if family.modes:
         return own_drafts.select_mode(source, family, topology), _resolve_block_length(
             source, config, family, block_length
@@ -306,8 +308,8 @@ def _read_pretrained(
         ) from error
     if family.reader is not None:
         module.__class__ = cls
-    # let the module's `save_pretrained` write files that transformers can load: with its own weight names, and with
-    # `is_causal` False, since config.json does not name our attention
+    # let the module's `save_pretrained` write files that transformers can load: with transformers' weight names, and
+    # with `is_causal` False, since config.json does not name our attention
     our_patterns = {*(family.key_mapping or {}), *(family.fused or {})}
     conversions = getattr(module, "_weight_conversions", None) or []
     module._weight_conversions = [item for item in conversions if not our_patterns.issuperset(item.source_patterns)]

@@ -7,8 +7,7 @@ several heads, head k makes draft k: its columns are one position further right 
 
 Three layouts are read: `model.layers.N.` after the model's layers (DeepSeek-V3, GLM-4 MoE), `mtp.` (Qwen3-Next, Mellum)
 and `mtp_layers.N.` (MiMo, speculators). The matrix reads (hidden state, token) in the last layout, else (token, hidden
-state). Copies of the model's embeddings and output matrix are not read.
-"""
+state). Copies of the model's embeddings and output matrix are not read."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ MATCHING_FIELDS = (
 
 
 class MtpLayer(nn.Module):
-    """One head. template_layer: index of the model's layer whose configuration `block` has. index: of the head."""
+    """One head. template_layer: index of the model's layer after which `block` is built. index: the head's."""
 
     def __init__(self, config: Any, layer_class: Any, norm_class: Any, template_layer: int, index: int):
         super().__init__()
@@ -106,8 +105,8 @@ class MtpDrafter(FeatureDrafter):
         [R, Q, D]). Positions are at least 1.
 
         query: must set `visible`. Positions and slots are those of head 0; tokens are `layer` positions further right.
-        features: [R, Q, D]: outputs of the previous head. For the first head: the hidden states before the columns; for
-            a draft, the output at its parent.
+        features: [R, Q, D]: outputs of the previous head. For head 0: the model's hidden states one position before
+            each column, or for a draft's column the head's output at the draft's parent.
         layer: index of the head."""
         with torch.no_grad():
             cache = store.bind(query)
@@ -191,7 +190,7 @@ def load_mtp(
 
 
 def _weight_slots(module: nn.Module) -> dict[str, Tensor]:
-    """The module's tensors, or parts of them, into which the file's weights are copied, by name."""
+    """The module's tensors, or parts of tensors, by the names of the file's weights that are copied into them."""
     state = module.state_dict()
     return {name: part.assemble(state.__getitem__) for name, part in file_weights(state, None).items()}
 

@@ -1,4 +1,4 @@
-"""Causal models that draft for themselves: they fill a block of masks over the causal store. Some use an adapter."""
+"""Causal models that make their own drafts: they fill a block of masks over the causal store. Some use an adapter."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from paradec.models.lora import CONFIG, LoRA, read_lora
 
 @dataclass(frozen=True)
 class OwnDrafts:
-    """Settings for a model that decodes token by token, and drafts by filling blocks of masks (`facts.mask_token_id`).
+    """Settings of a model that decodes token by token, and drafts by filling blocks of masks (`facts.mask_token_id`).
 
-    block_length: the block length of the model's training, which includes the last accepted token.
+    block_length: the block length of the model's training; a block includes the last accepted token.
     adapter: applied while the model drafts; None if the model has none."""
 
     block_length: int
@@ -35,7 +35,7 @@ class DraftAdapter:
     """Products B A of low rank, added to linear layers while a call drafts, and never merged.
 
     files: its adapter_config.json and adapter_model.safetensors.
-    products: names of the module's layers -> A [r, in], B [out, r] and their scale."""
+    products: names of the module's layers -> A [rank, in], B [out, rank] and their scale."""
 
     files: tuple[Path, Path]
     products: Mapping[str, tuple[Tensor, Tensor, float]]
@@ -80,7 +80,7 @@ def read_own_drafts(
     revision: str | None,
     adapter: LoRA | None,
 ) -> OwnDrafts:
-    """Read the settings for drafts; `adapter` replaces the checkpoint's. Raises CheckpointError for a wrong adapter."""
+    """Read the settings for drafts. adapter: replaces the checkpoint's. Raises CheckpointError for a wrong adapter."""
     if adapter is None and family.draft_adapter is not None:
         if fetch(source, f"{family.draft_adapter}/{CONFIG}", revision) is not None:
             adapter = read_lora(source, revision, family.draft_adapter)

@@ -42,7 +42,7 @@ def request_memory(
 
     Args:
         source: a loaded text model, or the folder of a checkpoint (only its config.json is read).
-        rows: rows decoded together; under guidance a row counts twice. length: positions of a row.
+        rows: number of rows decoded together; with guidance, give twice as many. length: number of positions of a row.
         wanted: number of a row's positions whose logits a step reads; None is `length`.
         stores: whether keys and values are stored.
         dtype: of weights and logits; None is the model's, or config.json's (else bfloat16).
@@ -51,8 +51,7 @@ def request_memory(
 
     Raises:
         CheckpointError: no config.json of a text model that `paradec.load` reads. ValueError: rows, length or wanted
-            below 1, or another quantization.
-    """
+            below 1, or an unknown quantization."""
     for name, value in (("rows", rows), ("length", length), ("wanted", wanted)):
         check_int(name, value, low=1, none=name == "wanted")
     if quantization is not None:

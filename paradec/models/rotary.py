@@ -1,7 +1,7 @@
 """Rotary angles of checkpoints: their base and scaling.
 
-`linear`, `yarn` and `llama3` give every position fixed angles. `dynamic` and `longrope` are not supported: they choose
-angles by the largest position in a call, so a row would depend on other rows, and stored keys not fit later calls.
+`linear`, `yarn` and `llama3` give every position fixed angles. `dynamic` and `longrope` are not supported. They choose
+angles by the largest position in a call: a row would depend on other rows, and stored keys would not fit later calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
-"""Supported types -> their required fields, including those that transformers would fill in."""
+"""Supported types -> their required fields, including fields that transformers would fill in."""
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 }
@@ -31,8 +31,8 @@ ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 def rope_parameters(
     config: Mapping[str, Any], rotated_share: float | None = None, extra_fields: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """transformers' `rope_parameters` for a config.json. Raises CheckpointError for no base, two different bases, an
-    unknown type, or wrong fields.
+    """transformers' `rope_parameters` for a config.json. Raises CheckpointError for a missing base, two different
+    bases, an unknown type, or wrong fields.
 
     rotated_share: rotated fraction of a head's width, if another field states it; None is 1.
     extra_fields: further fields of `rope_parameters` that the family reads."""
@@ -118,13 +118,13 @@ def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, An
 
 
 def read_max_lengths(config: Any, has_new_base: bool) -> tuple[int | None, int]:
-    """The longest row that a model accepts (None for any length), and the longest in training. config: transformers'.
-    has_new_base: whether `load` replaced the base of the angles."""
+    """Length of the longest row that a model accepts (None for any length), and of the longest in training. config:
+    transformers'. has_new_base: whether `load` replaced the base of the angles."""
     trained = config.max_position_embeddings
     if has_new_base:
         return None, trained
     fields = config.rope_parameters
     if not {"factor", "original_max_position_embeddings"} <= fields.keys():
         return trained, trained
-    # a file may scale the angles without raising max_position_embeddings
+    # a config may scale the angles but not max_position_embeddings
     return max(trained, int(fields["factor"] * fields["original_max_position_embeddings"])), trained

@@ -54,7 +54,7 @@ _replacing_files = threading.Lock()
 class PublishedCheckpoint:
     """The checkpoint that a module was loaded from, as far as saving needs it.
 
-    source: the folder or hub repository. config, generation: config.json, and generation_config.json ({} if missing).
+    source: the folder or hub repository. config: config.json. generation: generation_config.json, {} if missing.
     names: the module's names of weights -> the file's names (see `check_weights`)."""
 
     source: str
@@ -75,7 +75,7 @@ def save(model: Any, folder: str | os.PathLike[str], max_shard_size: int | str) 
             raise ValueError(f"folder={str(path)!r} holds {name}: it is the folder of an adapter or a pipeline")
     if not isinstance(max_shard_size, str):
         check_int("max_shard_size", max_shard_size, low=1, high=LARGEST_INT64)
-    _split_shards({}, max_shard_size)
+    _split_shards({}, max_shard_size)  # raises ValueError for an invalid text
     if model.tokenizer is not None and not hasattr(model.tokenizer, "save_pretrained"):
         raise ValueError(f"tokenizer={short_repr(model.tokenizer)} of {model.facts.name} has no save_pretrained")
     source = getattr(getattr(model.module, "config", None), "_name_or_path", "")
@@ -109,7 +109,7 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
 def _save_published(
     model: Any, path: Path, max_shard_size: int | str, quantization: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the published format. quantization: settings of int8 weights (`paradec.models.int8.stored_config`)."""
+    """Write the published format. quantization: settings of int8 weights; None for weights of plain numbers."""
     published, module = model.published, model.module
     if quantization is None:
         state = published_weights(module, published)
@@ -153,14 +153,14 @@ def _save_published(
 
 
 def _build_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Update config.json and generation_config.json, as they were read. Together with the tokenizer they then state the
-    model's facts, which arguments of `load` may have changed."""
+    """Build config.json and generation_config.json from the files that were read. Arguments of `load` may have changed
+    the model's facts, so entries are replaced until a reader of these files and the tokenizer finds the same facts."""
     published, facts, tokenizer = model.published, model.facts, model.tokenizer
     if published is None:  # a causal model of transformers
         generation = json.loads(model.module.generation_config.to_json_string())
         return json.loads(model.module.config.to_json_string()), generation
     config, generation = dict(published.config), dict(published.generation)
-    config.pop("quantization_config", None)  # the weights are written as plain numbers
+    config.pop("quantization_config", None)  # the saved weights are not quantised
     for name in ("torch_dtype", "dtype"):
         if name in config:
             config[name] = str(model.dtype).removeprefix("torch.")
@@ -203,7 +203,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 GATE_UP = ".mlp.experts.gate_up_proj"
 DOWN = ".mlp.experts.down_proj"
-"""Endings of the names of a module's stacked experts. Files have one matrix per expert."""
+"""Endings of the names of a module's stacked experts. Checkpoint files have one matrix per expert."""
 EXPERT = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(\d+)\.")
 STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_proj(\.weight)?")
 
@@ -212,7 +212,7 @@ STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_
 class StackedWeight:
     """One weight of a file, assembled from the module's weights.
 
-    sources: names of the module's weights, whose rows are joined in order. index: selects a part of each; () is all."""
+    sources: names of the module's weights, whose rows are concatenated. index: selects a part of each; () is all."""
 
     sources: tuple[str, ...]
     index: tuple[Any, ...] = ()
@@ -224,7 +224,7 @@ class StackedWeight:
 
 
 def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
-    """The weights of a module's file, by the module's names; fused weights and experts have the file's names.
+    """The weights of a module's checkpoint file by name: the module's names, for fused weights and experts the file's.
 
     state: the module's `state_dict`, of which only sizes are read. fused: as in `paradec.models.family.Family`."""
     weights: dict[str, StackedWeight] = {}
@@ -258,7 +258,7 @@ def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -
 
 def check_weights(source: str, headers: Mapping[str, StoredTensor], config: Any, family: Family) -> dict[str, str]:
     """Compare the stored weights with those of a module of this config, before memory is allocated. Returns the
-    module's names of weights -> the checkpoint's. (Keys of stacked or split weights are names after `key_mapping`.)
+    checkpoint's name of each weight, by the module's name (stacked or split weights: the name after `key_mapping`).
     Raises CheckpointError for weights that do not fit; the message names them.
 
     headers: by the checkpoint's names. config: transformers' configuration."""
@@ -276,7 +276,7 @@ def check_weights(source: str, headers: Mapping[str, StoredTensor], config: Any,
 
 def _needed_weights(source: str, stored_names: Collection[str], config: Any, family: Family) -> dict[str, Tensor]:
     """The weights that a family's files must have, as meta tensors, named as by `file_weights`. Raises CheckpointError
-    for sizes that the stored weights cannot have."""
+    if config.json asks for more layers than there are stored weights, or for sizes that are too large."""
     import transformers
 
     where, layers = f"the weights of {source!r} do not fit config.json:", config.num_hidden_layers
@@ -317,8 +317,8 @@ def _check_experts(source: str, stored_names: Collection[str], state: Mapping[st
 
 
 def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict[str, StackedWeight]:
-    """The weights of the published file, by its names. Aliases of other tensors are left out unless the file has them.
-    Raises ValueError for quantised weights."""
+    """The weights of the published file, by its names. A weight that is an alias of another is left out unless the file
+    has it. Raises ValueError for quantised weights."""
     state, names = module.state_dict(), published.names
     parts = file_weights(state, published.family.fused)
     file_sources = {source for name in names if name in parts for source in parts[name].sources}
@@ -338,7 +338,7 @@ def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict
 
 
 def _int8_weights(module: nn.Module, names: Mapping[str, str]) -> dict[str, StackedWeight]:
-    """The file's int8 weights by published name (`names`); stacked or split weights by the module's name."""
+    """The weights of an int8 file by published name (`names`), for stacked or split weights by the module's name."""
     tied, weights = getattr(module, "all_tied_weights_keys", None) or {}, {}
     for name in module.state_dict():
         if name not in tied:
@@ -355,7 +355,7 @@ def _storage_key(tensor: Tensor) -> Any:
 def _make_reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[str], Tensor]:
     module_state = module.state_dict()
 
-    @lru_cache(maxsize=1)  # the parts of a stacked weight are requested one after the other
+    @lru_cache(maxsize=1)  # consecutive calls read parts of the same stacked weight
     def read_tensor(name: str) -> Tensor:
         if module_state[name].device.type != "meta":
             return module_state[name].detach().cpu()
@@ -386,8 +386,8 @@ def write_safetensors(path: Path, sizes: Mapping[str, Tensor], get_tensor: Calla
     """Write the same bytes as `safetensors.torch.save_file(..., metadata={"format": "pt"})`, with one tensor in memory
     at a time.
 
-    sizes: meta tensors by name. get_tensor: returns the tensor of a name, on the CPU; called once for each.
-    Raises ValueError: a tensor of another size than in `sizes`. OSError: the file cannot be written."""
+    sizes: meta tensors by name. get_tensor: returns the tensor of a name, on the CPU; called once for each name.
+    Raises ValueError if a tensor's size differs from `sizes`, OSError if the file cannot be written."""
     names = sorted(sizes, key=lambda name: (-sizes[name].itemsize, name))  # aligns every tensor
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -448,11 +448,10 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
 
 @contextmanager
 def _staging_folder(folder: Path) -> Iterator[Path]:
-    """A context with an empty folder inside `folder`. At the end its files replace the old checkpoint by renames.
+    """Context with an empty folder inside `folder`. At its end, the files in it replace the old checkpoint by renames.
 
-    An error leaves `folder` unchanged. config.json is moved out first and moved in last: if the process is killed
-    between, no mixture of old and new can be loaded, and all old files are in the staging folder.
-    """
+    An error leaves `folder` unchanged. The old config.json is moved out first, the new one in last. A process that is
+    killed in between thus leaves no loadable mixture of old and new, and all old files are in the staging folder."""
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=folder))

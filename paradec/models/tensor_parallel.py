@@ -1,7 +1,6 @@
 """Tensor parallel (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3): one model over several processes.
 
-transformers splits the weights. All ranks have the same logits, and decode rank 0's prompts and request.
-"""
+transformers splits the weights. All ranks have the same logits, and decode rank 0's prompts and request."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ from torch import distributed
 from paradec.core.checks import short_repr
 
 FAILURE_WAIT = timedelta(seconds=10)
-"""Time for which a failed rank waits until the other ranks leave the request."""
+"""Time for which a failed rank waits for the other ranks to leave the request."""
 OBJECTS = ("prefix", "generator", "streamer", "callback")
 """Fields of a request that are not sent: each rank uses its own."""
 _numbers, _failures = itertools.count(), list[str]()
 
 
 class TensorParallelModel:
-    """Mixin with the methods of a model that is spread over processes."""
+    """Mixin with the methods of a model that is distributed over processes."""
 
     def check_use(self: Any, use: str, *_: Any, **__: Any) -> Any:
         """Raise ValueError for a use that does not run on all ranks together."""
@@ -70,8 +69,8 @@ class TensorParallelModel:
 
 
 def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
-    """Send a value, and return the values of all ranks, which must make these calls in the same order. Raises
-    RuntimeError if a rank is late, or without a distributed store."""
+    """Send a value to all ranks, and return the values of all ranks. All ranks must make these calls in the same order.
+    Raises RuntimeError if a rank is late, or without a distributed store."""
     store, rank, number = distributed.distributed_c10d._get_default_store(), distributed.get_rank(), next(_numbers)
     keys = [f"paradec/{number}/{rank_index}" for rank_index in range(distributed.get_world_size())]
     store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]
@@ -82,7 +81,7 @@ def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """A context that all ranks leave together. If another rank failed, raises ConnectionError with that error."""
+    """Context that all ranks leave together. Raises ConnectionError with the error of another rank that failed."""
     failure, failures = None, list[str]()
     try:
         yield
@@ -96,7 +95,7 @@ def fail_together() -> Iterator[None]:
     except RuntimeError as error:  # other ranks are in the middle of a call
         failure = failure or error
         _failures.append(line or str(error))
-    if isinstance(failure, (RuntimeError, KeyboardInterrupt)):  # perhaps in the middle of a call
+    if isinstance(failure, (RuntimeError, KeyboardInterrupt)):  # this rank may be in the middle of a call
         _failures.append(line)
     if failures and (failure is None or isinstance(failure, RuntimeError)):
         raise ConnectionError(failures[0]) from failure
@@ -125,7 +124,7 @@ def load_on_all_ranks(load: Callable[[], Any]) -> Any:
 
 
 def join_ranks(model: Any) -> Any:
-    """Return the model; if its module is spread over ranks, it gets the methods of `TensorParallelModel`."""
+    """Return the model. If its module is distributed over ranks, it gets the methods of `TensorParallelModel`."""
     if (getattr(model.module, "_tp_size", None) or 1) > 1 and not isinstance(model, TensorParallelModel):
         model.__class__ = type(type(model).__name__, (TensorParallelModel, type(model)), {})
     return model
@@ -139,8 +138,8 @@ def splits_heads(plan: Any) -> bool:
 
 
 def distributed_config(plan: Any, config: Any, name: str) -> Any:
-    """transformers' `DistributedConfig` for a plan and a model's configuration. Raises ValueError without several
-    processes or a plan for the model, or for heads that cannot be divided among the processes."""
+    """Build transformers' `DistributedConfig` for a plan and a model's configuration. Raises ValueError outside
+    torchrun, for a model without a plan, or for heads that cannot be divided among the processes."""
     from transformers.distributed import DistributedConfig
 
     text_config, description = config.get_text_config(), f"tp_plan={short_repr(plan)} for {name!r}"

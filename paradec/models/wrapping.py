@@ -44,7 +44,7 @@ def wrap(
     max_length: int | None = None,
     attn_implementation: str = "sdpa",
 ) -> Model:
-    """Adapt a module in memory: a transformers masked or causal language model, or any module of ids -> logits.
+    """Adapt a module in memory: a transformers masked or causal language model, or any module that maps ids to logits.
 
     A masked language model (BERT-like) needs only its mask id. A transformers causal language model is decoded as a
     causal model if no mask id is given and its tokenizer has none; end and padding ids are then those of the module's
@@ -59,13 +59,12 @@ def wrap(
         prediction: "same" (logits row i predicts token i) or "shifted" (row i - 1 does; a causal LM's default).
         topology: "bidirectional", "block_causal" (with `block_length`), "causal", or "causal_context" (with
             `block_length` and `block_align="prompt"`). A custom module gets no mask; it must implement the topology.
-        block_align: where blocks begin: "absolute" is position 0. "prompt" is the end of the prompt, and the prompt is
-            one block (D2F); it works only for transformers' causal language models.
+        block_align: "absolute": blocks begin at position 0. "prompt": the prompt is one block, and blocks begin at its
+            end (D2F); only for transformers' causal language models.
         max_length: number of positions that the model accepts; by default the config's.
 
     Raises:
-        ValueError: an argument that is missing or out of its range (the message names it). TypeError: not a module.
-    """
+        ValueError: an argument that is missing or out of its range (the message names it). TypeError: not a module."""
     check_type("module", module, nn.Module)
     if (base := _transformers_class(module)) is not None and base.__name__ == diffusion_gemma.CLASS:
         mask_options = {"mask_token_id": mask_token_id, "prediction": prediction, "topology": topology}
@@ -174,7 +173,7 @@ def _is_causal_lm(module: nn.Module) -> bool:
 
 
 def _is_plain_causal(module: Any, prediction: Any, mask_token_id: Any, tokenizer: Any) -> bool:
-    """Whether nothing suggests that a causal language model was trained on masks, or runs without a causal mask."""
+    """Whether nothing indicates that a causal language model was trained on masks or runs without a causal mask."""
     values = (prediction, mask_token_id, getattr(tokenizer, "mask_token_id", None))
     config_mask = getattr(module.config, "mask_token_id", None)
     has_no_masks = all(value is None for value in (*values, config_mask))
@@ -279,7 +278,8 @@ def _check_experts(module: nn.Module, config: Any) -> None:
 
 
 def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | None:
-    """Positions that the config allows; RoBERTa's position table has padding_idx + 1 unused rows, not counted."""
+    """Number of positions that the config allows, without RoBERTa's first padding_idx + 1 positions, which are
+    unused."""
     length = getattr(config, "max_position_embeddings", None)
     if length is None:
         length = getattr(config, "max_sequence_length", None)  # LLaDA's remote code
@@ -294,7 +294,8 @@ def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | N
 
 
 def registered_attention(attn_implementation: str) -> str:
-    """The registered name of an attention function without a causal mask. Raises ValueError for an unknown function."""
+    """The name under which an attention function without a causal mask is registered in transformers. Raises ValueError
+    for an unknown function."""
     from paradec.models.attention import IMPLEMENTATIONS, PREFIX
 
     name = attn_implementation.removeprefix(PREFIX) if isinstance(attn_implementation, str) else None
@@ -307,8 +308,8 @@ def registered_attention(attn_implementation: str) -> str:
 
 
 def default_attention(attn_implementation: str, name: str, topology: str | None) -> Any:
-    """The attention method (`paradec.attention`) of an `attn_implementation`, if it has one. Raises ValueError for a
-    model that cannot use it. name: the model's, for the message. topology: a decoder's; None for other models."""
+    """The attention method (`paradec.attention`) for an `attn_implementation`, or None. Raises ValueError for a model
+    that cannot use it. name: the model's, for the message. topology: a decoder's; None for other models."""
     if attn_implementation.removeprefix("paradec_") != "sparsed":
         return None
     if topology != "bidirectional":

@@ -232,11 +232,11 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     query, key, value = tensors(1, 3, 1, 32)
     refuses(lambda: block_means(query, key.repeat(1, 2, 1, 1), 8), "query has 3 heads; must be a multiple of the 2")
     refuses(lambda: block_means(query[:, :, :8], key, 8), "whole rows")
-    refuses(lambda: sparse_attention(query, key, value[:, :, :9], None), "not of the same positions")
+    refuses(lambda: sparse_attention(query, key, value[:, :, :9], None), "must have the same")
     with pytest.raises(ValueError, match="backend='triton' is not available: .*(float64|not installed)"):
         sparse_attention(query, key, value, None, backend="triton")
     if has_triton():
-        with pytest.raises(ValueError, match="a block of 512 queries of 64 in torch.float32 is too large for it"):
+        with pytest.raises(ValueError, match="a block of 512 queries of width 64 in torch.float32 is too large for it"):
             wide = query.float().repeat(1, 1, 1, 8)
             sparse_attention(wide, wide, wide, None, backend="triton", block_size=512)
 

@@ -1,7 +1,7 @@
 """Block-sparse attention over lists of key blocks, one list per head and query block.
 
-Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. Attention is bidirectional; a
-block is `block_size` neighbouring positions, fewer at a row's end.
+Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. Attention is bidirectional. A
+block has `block_size` neighbouring positions; a row's last block may have fewer.
 
 1. `block_means`: mean attention probability of each tile (a query block by a key block).
 2. `select_blocks`: the key blocks selected for each query block, as a `BlockIndex` (`lists.py`).
@@ -11,8 +11,7 @@ block is `block_size` neighbouring positions, fewer at a row's end.
 `sparse_attention` also has PyTorch's flex_attention (`flex.py`). `reference.py` is the oracle.
 
 Shapes: `B` rows, `H` heads, `G` key/value heads, `Q` queries, `K` keys, `D` head dimension, `n` blocks. A key's index
-is its position. Products accumulate in float32 (float64 for float64 inputs).
-"""
+is its position. Products accumulate in float32 (float64 for float64 inputs)."""
 
 from paradec.kernels import interpreting
 from paradec.kernels.block_sparse.api import BACKENDS, block_means, choose_backend, sparse_attention

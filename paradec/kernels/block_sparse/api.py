@@ -31,20 +31,19 @@ def block_means(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute the mean attention probability of every tile: [B, H, n, n] float32 (float64 for float64 inputs). The mean
-    is over the real queries and keys of the tile; 0 beyond a row's end.
+    """Compute the mean attention probability of each tile (a query block by a key block): [B, H, n, n] float32, or
+    float64 for float64 inputs, for n blocks. Positions beyond a row's end do not count; tiles beyond it are 0.
 
     Args:
-        query: [B, H, L, D], after the rotary embedding. key: [B, G, L, D].
+        query: [B, H, L, D], after the rotary embedding. key: [B, G, L, D] for G key/value heads.
         lengths: [B] number of real positions, on the host; None means L.
-        first: [B] block indices, on the host. Key blocks from this index on have their own softmax; None: one softmax
-            over all keys.
-        logsumexp: [B, H, L] natural log-sum-exps of the scores, if known.
-        scale: None means D ** -0.5 (the public LLaDA code divides by the root of the number of heads here).
+        first: [B] block indices, on the host. Key blocks from this index on have a softmax over these blocks alone;
+            None: one softmax over all keys.
+        logsumexp: [B, H, L] natural log-sum-exps of the scores over all keys, if known.
+        scale: None means D ** -0.5 (SparseD's public code for LLaDA divides by the root of the number of heads).
         backend: one of `BACKENDS`; "flex" is treated as "auto".
 
-    Raises ValueError for mismatched shapes or an unavailable backend.
-    """
+    Raises ValueError for mismatched shapes or an unavailable backend."""
     check_int("block_size", block_size, low=1)
     _check_heads(query, key)
     if query.shape[2] != key.shape[2]:
@@ -71,26 +70,25 @@ def sparse_attention(
     backend: str = "auto",
 ) -> Any:
     """Compute softmax attention over the key blocks listed for each query's block: [B, H, Q, D] in the dtype of
-    `value`, 0 for queries without keys. `return_logsumexp` adds [B, H, Q] float32 (float64 for float64 inputs), -inf
-    for queries without keys.
+    `value`, 0 for queries without keys. With `return_logsumexp`, also return the scores' log-sum-exps [B, H, Q] in
+    float32 (float64 for float64 inputs), -inf for queries without keys.
 
     Args:
-        query: [B, H, Q, D]. key, value: [B, G, K, D] from position 0.
+        query: [B, H, Q, D]. key, value: [B, G, K, D] for positions 0 to K - 1 and G key/value heads.
         index: the lists; None: attend to all keys, in blocks of `block_size`.
-        tiles: query blocks of the call; None: queries are positions 0 to Q - 1.
+        tiles: the blocks that the queries belong to; None: queries are positions 0 to Q - 1.
         lengths: [B] number of keys of each row, on the host; None means K.
-        rows: [B] rows of `index` for the call's rows, on the host; None: in order.
+        rows: [B] row of `index` for each row of `query`, on the host; None: the same row.
         scale: None means D ** -0.5.
         backend: one of `BACKENDS`; "auto" uses Triton on an NVIDIA GPU if dtype and sizes allow it. "flex" is compiled
             per shape on a GPU; elsewhere it computes all scores.
 
-    Raises ValueError for mismatched shapes or an unavailable backend.
-    """
+    Raises ValueError for mismatched shapes or an unavailable backend."""
     size = block_size if index is None else index.block_size
     check_int("block_size", size, low=1)
     _check_heads(query, key)
     if value.shape[:3] != key.shape[:3]:
-        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} are not of the same positions")
+        raise ValueError(f"key {tuple(key.shape)} and value {tuple(value.shape)} must have the same [B, G, K]")
     lengths = _host(lengths, query.shape[0], key.shape[2])
     rows = np.arange(len(query)) if rows is None else np.asarray(rows, np.int64)
     if tiles is None:
@@ -137,7 +135,8 @@ def _check_lists(query: Tensor, index: BlockIndex | None, tiles: QueryTiles, row
 
 
 def choose_backend(backend: str, query: Tensor, size: int) -> str:
-    """Choose a path: "torch", "triton" or "flex". Raises ValueError for an unavailable backend."""
+    """Choose "torch", "triton" or "flex" for `backend`, which may be "auto". size: positions per block. Raises
+    ValueError for an unavailable backend."""
     check_choice("backend", backend, BACKENDS)
     if backend == "torch":
         return backend
@@ -154,7 +153,7 @@ def choose_backend(backend: str, query: Tensor, size: int) -> str:
     elif query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         why = f"it does not support {query.dtype}"
     elif size * (1 << (query.shape[-1] - 1).bit_length()) * query.itemsize > MAX_SHARED_BYTES:
-        why = f"a block of {size} queries of {query.shape[-1]} in {query.dtype} is too large for it"
+        why = f"a block of {size} queries of width {query.shape[-1]} in {query.dtype} is too large for it"
     elif not query.is_cuda and not interpreting():
         why = f"it needs an NVIDIA GPU; the tensors are on {query.device}"
     if backend == "triton" and why is not None:

@@ -1,4 +1,4 @@
-"""The "flex" backend: PyTorch's flex_attention over the same lists."""
+"""The "flex" backend: PyTorch's flex_attention over the lists of key blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paradec.kernels.block_sparse.lists import AttentionCall
 from paradec.kernels.block_sparse.portable import by_column, by_tile, lists_of
 
 FLEX_BLOCK = 128
-"""Block sizes of flex_attention's kernels are multiples of this."""
+"""On a GPU, block sizes must be multiples of this."""
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -33,10 +33,10 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     listed_blocks.scatter_(-1, torch.where(is_listed, block_lists, total), True)
 
     def visible(row: Tensor, head: Tensor, column: Tensor, position: Tensor) -> Tensor:
-        # without compilation only this function restricts the keys
+        # uncompiled, flex_attention ignores the block lists: only this function restricts the keys
         return listed_blocks[row, head, column // size, position // size] & (position < limit[row])
 
-    count = is_full.sum(-1, keepdim=True)  # lists ascend: the short block follows the full ones
+    count = is_full.sum(-1, keepdim=True)  # lists ascend, so the short block follows the `count` full blocks
     queries = by_tile(query, tiles, size).to(key.dtype)
     mask = BlockMask.from_kv_blocks(
         is_partial.sum(-1).int(),
@@ -65,5 +65,5 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 def _flex_attention(compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # fullgraph: else, after torch._dynamo.config.recompile_limit shapes, it would silently compute all scores
+    # without fullgraph, flex_attention would compute all scores after torch._dynamo.config.recompile_limit shapes
     return torch.compile(flex_attention, dynamic=False, fullgraph=True) if compiled else flex_attention

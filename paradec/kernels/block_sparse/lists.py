@@ -1,4 +1,4 @@
-"""Lists of key blocks, their selection from tile means, and the query blocks of a call."""
+"""Lists of key blocks, their selection from mean attention probabilities, and the query blocks of a call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paradec.core.checks import check_number
 
 @dataclass(frozen=True)
 class BlockIndex:
-    """Key blocks of each query block, per row and head (ELL lists)."""
+    """Lists of key blocks, for each of `B` rows, `H` heads and `n` query blocks (the ELL format)."""
 
     count: Tensor
     """[B, H, n] int32: lengths of the lists."""
     blocks: Tensor
-    """[B, H, n, max_blocks] integer: ascending key blocks; entries from `count` on are 0 and unread."""
+    """[B, H, n, max_blocks] integer: ascending key blocks; entries from `count` on are 0 and unused."""
     block_size: int
 
     @property
@@ -36,7 +36,7 @@ class BlockIndex:
         max_blocks = max(int(count.max()), 1) if max_blocks is None else max_blocks
         blocks = (~mask).int().argsort(dim=-1, stable=True)[..., :max_blocks]
         blocks = blocks.masked_fill(torch.arange(max_blocks, device=mask.device) >= count.unsqueeze(-1), 0)
-        # int16 halves the memory of a long request
+        # int16 halves the memory
         dtype = torch.int16 if mask.shape[-1] < 2**15 else torch.int32
         return cls(count.int(), blocks.to(dtype), block_size)
 
@@ -48,22 +48,22 @@ class BlockIndex:
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Tiles of a call's columns, which have ascending positions: one tile per query block, `T` per row."""
+    """Division of the `Q` query columns of `B` rows into tiles: columns in the same block of positions form a tile. A
+    row has at most `T` tiles. Columns have ascending positions."""
 
     block: Tensor
-    """[B, T] int32: query block."""
+    """[B, T] int32: index of the block of positions."""
     first: Tensor
-    """[B, T] int32: first column in the call."""
+    """[B, T] int32: first column."""
     count: Tensor
     """[B, T] int32: number of columns; 0 for missing tiles."""
     tile_index: Tensor
     """[B, Q] int64: index of each column in the flattened tiles [T * block_size]."""
     max_columns: int
-    """Maximum number of columns in a tile."""
     max_block: int
-    """Highest query block."""
+    """Largest of `block`."""
     is_aligned: bool
-    """Whether columns equal positions and the tiles cover all columns."""
+    """Whether column i has position i in all rows, and the tiles cover all columns."""
 
     @classmethod
     def from_positions(
@@ -99,7 +99,7 @@ class QueryTiles:
     def from_lengths(
         cls, lengths: np.ndarray, columns: int, block_size: int, device: torch.device | str = "cpu"
     ) -> QueryTiles:
-        """Make tiles of positions 0 to lengths - 1 of each row. lengths: [B]. columns: width of the call."""
+        """Make tiles of positions 0 to lengths - 1 of each row. lengths: [B]. columns: Q."""
         column, ends = np.arange(columns), lengths[:, None]
         return cls.from_positions(np.minimum(column, ends - 1), column < ends, block_size, device)
 
@@ -120,8 +120,8 @@ class AttentionCall(NamedTuple):
 
 
 def generation_block(lengths: np.ndarray, num_new: np.ndarray, block_size: int) -> np.ndarray:
-    """[B] int64: first block that lies wholly in the last `num_new` [B] of `lengths` [B] positions, else the last
-    block. So a block with prompt and answer positions counts as prompt."""
+    """[B] int64: the first block whose positions are all in the answer (the last `num_new` [B] of `lengths` [B]
+    positions), or the last block if there is none. A block with prompt and answer positions counts as prompt."""
     return np.clip(-(-(lengths - num_new) // block_size), 0, blocks_in(lengths, block_size) - 1)
 
 
@@ -135,12 +135,12 @@ def select_blocks(
     joint: Tensor | None = None,
 ) -> BlockIndex:
     """Select the key blocks of each query block by highest mean; ties go to the lower block. The blocks before `first`
-    and those from `first` on are two groups. Of each group of n, min(n, max(1, int(n * select) + 1)) are selected.
+    and those from `first` on are two groups. Of a group of m blocks, min(m, max(1, int(m * select) + 1)) are selected.
 
-    means: [B, H, n, n] from `block_means` with the same `first`.
-    lengths, first: [B] number of real positions; [B] from `generation_block`. Both on the host.
-    joint: means [B, H, n, n] of one softmax over all keys. With it, as in the public code ("reference"), a block before
-        `first` is selected if it is among the highest max(1, int(n * select) + 1) of all n blocks."""
+    means: [B, H, n, n] from `block_means` with the same `first`, for n blocks.
+    lengths: [B] number of real positions. first: [B] from `generation_block`. `lengths` and `first` are on the host.
+    joint: means [B, H, n, n] of one softmax over all keys. With `joint`, a block before `first` is selected if it is
+        among the highest max(1, int(n * select) + 1) of all n blocks, as in the public code."""
     check_number("select", select, low=0, high=1, open_low=True)
     lengths, first = np.asarray(lengths, np.int64), np.asarray(first, np.int64)
     total = blocks_in(lengths, block_size)
@@ -160,12 +160,12 @@ def select_blocks(
 
 
 def budget(blocks: np.ndarray, select: float) -> np.ndarray:
-    """Number of selected blocks: SparseD's max(1, int(n * select) + 1), at most n."""
+    """Number of selected blocks of a group of n `blocks`: SparseD's max(1, int(n * select) + 1), at most n."""
     return np.minimum(blocks, np.maximum(1, np.floor(blocks * select).astype(np.int64) + 1))
 
 
 def _highest(values: Tensor, candidates: Tensor, count: np.ndarray) -> Tensor:
-    """[B, H, n, n] bool: the `count` [B] highest of `values` among `candidates`; ties go to the lower block."""
+    """[B, H, n, n] bool: the `count` [B] highest of `values` among the `candidates`; ties go to the lower block."""
     order = values.masked_fill(~candidates, -1.0).argsort(dim=-1, descending=True, stable=True)
     limit = torch.as_tensor(count, device=values.device)[:, None, None, None]
     in_budget = (torch.arange(values.shape[-1], device=values.device) < limit).expand_as(order)

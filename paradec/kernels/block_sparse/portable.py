@@ -10,7 +10,7 @@ from torch import Tensor
 from paradec.kernels.block_sparse.lists import AttentionCall, BlockIndex, QueryTiles
 
 KEYS_PER_CHUNK = 2**20
-"""Number of key elements gathered at a time."""
+"""Number of key components gathered at a time."""
 SCORES_PER_CHUNK = 2**19
 """Number of scores computed at a time: they fit into a core's cache."""
 
@@ -50,9 +50,9 @@ def means(
 
 
 def _block_mass(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
-    """Return the probability mass per block [m, n] of scores [m, n, size]; overwrites the scores. The softmax of blocks
-    before `split` is over all keys, that of later blocks over later blocks alone. logsumexp: [m, 1] over all keys, if
-    known."""
+    """Return the probability mass per block [m, n] for scores [m queries, n blocks, size]; overwrite the scores. Blocks
+    before `split` have a softmax over all keys; blocks from `split` on have a softmax over these blocks alone.
+    logsumexp: [m, 1] over all keys, if known."""
     prompt, answer = scores[:, :split], scores[:, split:]
     shift = scores.amax((1, 2)).unsqueeze(1) if logsumexp is None else logsumexp
     total: Tensor | float = 0.0
@@ -61,7 +61,7 @@ def _block_mass(scores: Tensor, split: int, logsumexp: Tensor | None) -> Tensor:
         normalized.append(prompt.sub_(shift.unsqueeze(2)).exp_().sum(2))
         total = normalized[0].sum(1, keepdim=True)
     if split < scores.shape[1]:
-        # the answer's own maximum: relative to a large prompt score, the weights could underflow
+        # subtract the answer's maximum: with a larger maximum of the prompt, the weights could underflow
         top = answer.amax((1, 2)).unsqueeze(1)
         weights = answer.sub_(top.unsqueeze(2)).exp_().sum(2)
         mass = weights.sum(1, keepdim=True)
@@ -106,7 +106,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         visible = visible.view(-1, 1, 1, max_blocks * size)
         mask = None if visible.all() else visible
         part = F.scaled_dot_product_attention(queries[chunk], chunk_keys, values, attn_mask=mask, scale=scale)
-        if mask is not None:  # releases of torch differ for queries without keys
+        if mask is not None:  # for queries without keys, results differ between releases of torch
             part = part.masked_fill(~visible.any(-1, keepdim=True), 0)
         output[chunk] = part.squeeze(1)
         if sums is not None:
@@ -119,8 +119,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 def lists_of(
     query: Tensor, index: BlockIndex | None, tiles: QueryTiles, rows: np.ndarray, total: int, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Lists of the call's tiles [B, H, T, max_blocks], and their lengths [B, H, T]. Without an `index`, each list has
-    all `total` key blocks."""
+    """Key-block lists [B, H, T, max_blocks] of the call's tiles, and the lists' lengths [B, H, T]. If `index` is None,
+    each list has all `total` key blocks."""
     (batch, heads), device = query.shape[:2], query.device
     if index is None:
         shape = (batch, heads, tiles.max_block + 1)

@@ -19,7 +19,7 @@ def reference_means(
     query: Tensor, key: Tensor, size: int, lengths: Sequence[int], first: Sequence[int] | None = None
 ) -> Tensor:
     """Definition of `block_means`: entry [i, j] is the mean of softmax(scores) over the queries of block i and the keys
-    of block j. Blocks from `first` on have their own softmax."""
+    of block j. Key blocks from index `first` on have a softmax over these blocks alone."""
     scores, blocks = scores_of(query, key), math.ceil(query.shape[2] / size)
     means = scores.new_zeros(*query.shape[:2], blocks, blocks)
     for row, length in enumerate(lengths):
@@ -37,8 +37,8 @@ def reference_means(
 def reference_selection(
     means: Tensor, select: float, size: int, lengths: Sequence[int], new: Sequence[int], joint: Tensor | None = None
 ) -> Tensor:
-    """Definition of `select_blocks` with `first` from `generation_block`, as a mask [B, H, n, n]. new: number of answer
-    positions of each row."""
+    """Definition of `select_blocks` with `first` from `generation_block`: a mask [B, H, query blocks, key blocks]. new:
+    number of answer positions of each row, at its end."""
     selected = torch.zeros_like(means, dtype=torch.bool)
     for row, (length, answer) in enumerate(zip(lengths, new, strict=True)):
         blocks = math.ceil(length / size)
@@ -62,8 +62,8 @@ def _best(values: Tensor, candidates: range, select: float) -> list[int]:
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, lengths: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Definition of `sparse_attention` over the keys in `visible` [B, H, Q, K] bool: the output and log-sum-exps; 0 and
-    -inf for queries without keys."""
+    """Definition of `sparse_attention` over the keys in `visible` [B, H, Q, K] bool. Returns output and log-sum-exps;
+    queries without keys have output 0 and log-sum-exp -inf."""
     real = torch.arange(key.shape[2], device=key.device) < torch.tensor(lengths, device=key.device)[:, None]
     scores = scores_of(query, key).masked_fill(~(visible & real[:, None, None]), -torch.inf)
     value = value.double().repeat_interleave(query.shape[1] // value.shape[1], 1)

@@ -29,13 +29,13 @@ def means(
     bounds = torch.as_tensor(np.stack((lengths, first)), dtype=torch.int32, device=query.device)
     shapes = _tile_shapes(query, size)
     common = (*query.stride()[:3], *key.stride()[:3], heads, heads // key.shape[1], length, scale)
-    # [2, B, H, L]: over all keys, and over the answer's keys alone
+    # log-sum-exps [2, B, H, L]: over all keys, and over the keys of blocks from `first` on (the answer)
     sums = torch.empty((2, rows, heads, length), dtype=torch.float32, device=query.device)
     if logsumexp is not None:
         sums[0] = logsumexp
-    answer = bool((first < blocks_in(lengths, size)).any())
+    has_answer = bool((first < blocks_in(lengths, size)).any())
     for over_answer in range(2):
-        if (over_answer == 0 and logsumexp is None) or (over_answer == 1 and answer):
+        if (over_answer == 0 and logsumexp is None) or (over_answer == 1 and has_answer):
             grid = (-(-length // shapes["QUERIES"]), rows * heads)
             _logsumexp_kernel[grid](
                 query,
@@ -66,12 +66,12 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     splits = -(-min(size, tiles.max_columns) // shapes["QUERIES"])
     programs = tiles.block.shape[1] * splits * batch * heads
     num_shares = _num_shares(programs, -(-key.shape[2] // size) if index is None else index.blocks.shape[3], device)
-    # laid out by position, as the following projection reads it; padding columns stay 0
+    # memory order (columns, heads, width), as the output projection reads it; padding columns stay 0
     kind = value.dtype if num_shares == 1 else torch.float32
     output = torch.zeros((num_shares, batch, columns, heads, width), dtype=kind, device=device).transpose(2, 3)
     sums = torch.full((num_shares, batch, heads, columns), -torch.inf, dtype=torch.float32, device=device)
     host = torch.as_tensor(np.stack((lengths, rows)), dtype=torch.int32, device=device)
-    # dense: the kernel does not read these two, so any tensor will do
+    # without an index, the kernel does not read `count` and `blocks`: any tensor will do
     count, blocks = (host, host) if index is None else (index.count.contiguous(), index.blocks.contiguous())
     _attention_kernel[(tiles.block.shape[1] * splits, batch * heads, num_shares)](
         query, key, value, output, sums, count, blocks, host, tiles.block, tiles.first, tiles.count,
@@ -83,12 +83,12 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     if num_shares == 1:
         return output[0], sums[0] if return_logsumexp else None
     total = sums.logsumexp(0)
-    weights = (sums - total).exp().nan_to_num(0.0).unsqueeze(-1)  # an empty list: -inf - -inf
+    weights = (sums - total).exp().nan_to_num(0.0).unsqueeze(-1)  # NaN for an empty list: -inf - -inf
     return (weights * output).sum(0).to(value.dtype), total if return_logsumexp else None
 
 
 def _num_shares(programs: int, max_blocks: int, device: torch.device) -> int:
-    """Number of programs per list; small windows use several to fill the device."""
+    """Number of programs that share one list: several if there are too few lists to fill the device."""
     if device.type != "cuda":
         return 1
     num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -100,7 +100,7 @@ def _tile_shapes(query: Tensor, size: int, queries: int | None = None) -> dict[s
     width = query.shape[-1]
     padded = max(16, triton.next_power_of_2(width))
     needed = triton.next_power_of_2(size if queries is None else min(size, queries))
-    # 2**14 bytes of keys at a time: these, the values and prefetched tiles fit into shared memory with the queries
+    # 2**14 bytes of keys at a time, so that queries, keys, values and prefetched tiles fit into shared memory
     keys = min(64, triton.next_power_of_2(size), 2**14 // (padded * query.itemsize))
     return {
         "QUERIES": max(16, min(128 if width <= 128 else 64, needed)),
@@ -109,15 +109,15 @@ def _tile_shapes(query: Tensor, size: int, queries: int | None = None) -> dict[s
         "PADDED": padded,
         # the interpreter treats bfloat16 as an integer
         "UPCAST": query.dtype == torch.bfloat16 and interpreting(),
-        # float32 stays float32 instead of the tensor cores' 10 bits
+        # "ieee": products of float32 must not be rounded to the tensor cores' 10 bits
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }
 
 
 def _launch(query: Tensor, shapes: dict[str, Any]) -> dict[str, int]:
-    """Warps and pipeline stages; fixed, so that no new shape starts autotuning."""
-    large = shapes["QUERIES"] * shapes["PADDED"] >= 128 * 128
-    return {"num_warps": 8 if large else 4, "num_stages": 2 if query.dtype == torch.float32 else 3}
+    """Warps and pipeline stages, without autotuning: it would delay every new shape."""
+    is_large = shapes["QUERIES"] * shapes["PADDED"] >= 128 * 128
+    return {"num_warps": 8 if is_large else 4, "num_stages": 2 if query.dtype == torch.float32 else 3}
 
 
 @triton.jit
@@ -139,8 +139,8 @@ def _attention_kernel(
     SIZE: tl.constexpr, SPLITS: tl.constexpr, DENSE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one query block (or a part of it) of a row and head over one share of its list; softmax in base
-    2."""
+    """Attention of a query block (or a part of it) over one share of its list of key blocks, for one row and head.
+    Softmax in base 2."""
     tile = tl.program_id(0) // SPLITS
     part = tl.program_id(0) % SPLITS
     row = (tl.program_id(1) // heads).to(tl.int64)
@@ -205,7 +205,7 @@ def _logsumexp_kernel(
     heads, groups, columns, scale, SIZE: tl.constexpr, AFTER: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp of each query's scores over all keys, or with AFTER over keys from the answer's first block on."""
+    """Log-sum-exp of each query's scores over all keys; with AFTER, over the keys of blocks from `first` on."""
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads
     length = tl.load(bounds + row)
@@ -237,7 +237,7 @@ def _means_kernel(
     heads, groups, columns, scale, blocks, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Mean probability of the tiles of one query block with all key blocks."""
+    """Mean attention probability of each key block for one query block."""
     block = tl.program_id(0)
     row = (tl.program_id(1) // heads).to(tl.int64)
     head = tl.program_id(1) % heads

@@ -1,6 +1,6 @@
-"""Linear layers with int8 weights: a scale per output, and activations of 15 bits as two int8 rows.
+"""Linear layers with int8 weights and one scale per output. Activations have 15 bits, in two int8 rows.
 
-`reference` defines the numbers, `portable` computes them with `torch._int_mm`, `modules` holds the layers."""
+`reference` defines the results, `portable` computes them with `torch._int_mm`, `modules` holds the layers."""
 
 from paradec.kernels.int8.modules import Int8Experts, Int8Linear, Int8Module
 from paradec.kernels.int8.portable import MAX_INPUTS, int8_linear, is_packable, pack_weight, weight_bits

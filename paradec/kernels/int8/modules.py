@@ -22,7 +22,7 @@ class Int8Module(nn.Module):
     """Names of the weights."""
 
     def pack(self) -> None:
-        """Replace plain weights by packed ones: a parameter, or for a stack a list with a parameter per matrix."""
+        """Replace plain weights by packed ones: a matrix by a parameter, a stack of matrices by a `ParameterList`."""
         with _packing:
             for name in self.names:
                 weight = getattr(self, name)
@@ -64,10 +64,9 @@ class Int8Module(nn.Module):
 
 class Int8Linear(Int8Module):
     """A linear layer with int8 weights (`int8_linear`). The constructor leaves the parameters uninitialised. `weight`
-    is [K, N], the layout that products of few rows read fastest.
+    is [K inputs, N outputs], the layout that products of few rows read fastest.
 
-    in_features, out_features: K and N. bias: whether the layer has a bias, of `dtype`. activations: bits, 15 or 8.
-    """
+    in_features, out_features: K and N. bias: whether the layer has a bias, of `dtype`. activations: bits, 15 or 8."""
 
     names = ("weight",)
 
@@ -88,7 +87,7 @@ class Int8Linear(Int8Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, activations: int = 15) -> Int8Linear:
-        """Round the weights of a layer, on its device. Raises RuntimeError as `weight_bits`."""
+        """Round the weights of a layer, on its device. Raises RuntimeError if its products would be inexact there."""
         weight, bias = linear.weight, linear.bias
         options: dict[str, Any] = {"activations": activations, "device": weight.device, "dtype": weight.dtype}
         layer = cls(linear.in_features, linear.out_features, bias is not None, **options)

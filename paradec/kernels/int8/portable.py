@@ -17,26 +17,25 @@ from paradec.kernels.int8.reference import HIGH, MAX_INT8, quantize_rows
 SUMS_PER_PRODUCT = 2**24
 """Maximum number of sums that one product computes; bounds its memory."""
 MAX_INPUTS = (2**31 - 1) // (255 * MAX_INT8)
-"""Width beyond which an int32 sum may overflow; products of packed weights take activations as 0..255."""
+"""Number of inputs beyond which an int32 sum may overflow: products of packed weights shift activations to 0..255."""
 MIN_CUDA_ROWS = 32
-"""`torch._int_mm` takes more than 16 rows on CUDA, and sizes in multiples of 8."""
+"""On CUDA, `torch._int_mm` needs more than 16 rows, and sizes that are multiples of 8."""
 SLOW_SECONDS = 0.02
-"""Seconds from which on the product in `has_packed_product` is slow: oneDNN's reference takes 0.1 s, others 0.1 ms."""
+"""A product in `has_packed_product` of this many seconds is slow: oneDNN's reference takes 0.1 s, others 0.1 ms."""
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, activations: int = 15) -> Tensor:
-    """x weight^T with int8 weights and rounded activations. A row does not depend on the others.
+    """Compute x weight^T with int8 weights and rounded activations. A row's result does not depend on other rows.
 
     Args:
-        x: [..., K inputs], any float dtype; rows with NaN or infinity (also as float32) give NaN.
+        x: [..., K inputs], any float dtype; rows with NaN or infinity (after conversion to float32) give NaN.
         weight: int8 [N outputs, K] in any layout, fastest as the transpose of [K, N]; or packed (`pack_weight`).
         scale: float32 [N].
         bias: [N] or None.
-        activations: 15 bits in two int8 rows, or 8 bits.
+        activations: bits of an activation, 15 (in two int8 rows) or 8.
 
     Returns:
-        [..., N] in the dtype of x, computed in float32.
-    """
+        [..., N] in the dtype of x, computed in float32."""
     flat = x.reshape(-1, x.shape[-1])
     if x.device.type == "cpu" or (x.is_cuda and not any(size % 8 for size in weight.shape)):
         rows = max(1, SUMS_PER_PRODUCT // len(scale))
@@ -59,7 +58,7 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, acti
 
 
 def _int_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """int32 [M, N]: rows [M, K] weight [N, K]^T."""
+    """int32 [M, N]: the product of int8 rows [M, K] and the transpose of `weight` [N, K]."""
     count = len(rows)
     if not count:
         return torch.empty(0, len(weight), dtype=torch.int32, device=rows.device)
@@ -69,19 +68,19 @@ def _int_product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_packable(weight: Tensor) -> bool:
-    """Whether an int8 weight is not packed yet, and this processor has products of packed weights."""
+    """Whether an int8 weight is not packed yet and this processor computes products of packed weights."""
     return weight.device.type == "cpu" and not weight.is_mkldnn and has_packed_product()
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Pack an int8 matrix [N, K]. `to_dense()` of the result is [K, N]; it has no storage to copy or write."""
+    """Pack an int8 matrix [N, K]. The result has no storage to copy or write; its `to_dense()` is [K, N]."""
     return torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
 
 
 def _packed_product(rows: Tensor, packed: Tensor) -> Tensor:
-    """float32 [M, N]: rows int8 [M, K] times packed [K, N], whose int32 sums are exact.
+    """float32 [M, N]: the product of int8 rows [M, K] and `packed` [K, N], with exact int32 sums.
 
-    oneDNN's fast product takes unsigned rows and their zero point."""
+    oneDNN's fast product takes unsigned rows and their zero point, so 128 is added to the rows."""
     if not len(rows):
         return torch.empty(0, packed.shape[1])
     one, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
@@ -92,7 +91,7 @@ def _packed_product(rows: Tensor, packed: Tensor) -> Tensor:
 
 @lru_cache
 def has_packed_product() -> bool:
-    """Whether this processor has products of packed weights that are exact and fast. Checked once per process."""
+    """Whether this processor computes products of packed weights exactly and fast. Checked once per process."""
     try:
         if not all(_is_exact(rows, 127, "cpu", packed=True) for rows in (1, 2, 3, 16, 67)):
             return False
@@ -110,8 +109,8 @@ def has_packed_product() -> bool:
 
 @lru_cache
 def weight_bits(device_type: str = "cpu") -> int:
-    """The bits of weights for which products are exact on this kind of device: 8, or 7 where sums of two products
-    saturate at 16 bits (processors without VNNI). Checked once per process. Raises RuntimeError if neither is exact."""
+    """Largest number of weight bits with exact products on this kind of device: 8, or 7 on processors without VNNI,
+    where sums of two products saturate at 16 bits. Checked once per process. Raises RuntimeError if 7 is inexact."""
     for bits in (8, 7):
         if all(_is_exact(rows, 2 ** (bits - 1) - 1, device_type) for rows in (1, 2, 3, 16, 67)):
             return bits
@@ -119,7 +118,7 @@ def weight_bits(device_type: str = "cpu") -> int:
 
 
 def _is_exact(count: int, largest: int, device_type: str, packed: bool = False) -> bool:
-    """Compare a product of extreme and random values with int64."""
+    """Whether a product of extreme and random values equals the product in int64."""
     generator = torch.Generator().manual_seed(0)
     for width in (64, 1000):
         rows = torch.randint(-MAX_INT8, MAX_INT8 + 1, (count, width), generator=generator)

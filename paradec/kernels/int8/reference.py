@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights: the definition of the numbers, in exact integers."""
+"""Linear layers with int8 weights: the definition of the results, in exact integers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ HIGH = 128
 CHUNK = 2**22
 """Number of weights rounded at a time; bounds the memory in float32."""
 ACTIVATION_BITS = (15, 8)
-"""Bits of an activation: two int8 rows (the default), or one."""
+"""Possible bits of an activation: 15 in two int8 rows (the default), or 8 in one."""
 
 
 def quantize_weight(weight: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Round each row of a matrix to int8. Rows with NaN or infinity get the scale NaN.
 
-    weight: [..., N outputs, K inputs], any float dtype. bits: 8, or 7 for processors without exact products for 8.
+    weight: [..., N outputs, K inputs], any float dtype. bits: 8, or 7 on processors with inexact products of 8 bits.
     Returns int8 [..., N, K] in -127..127 (-63..63 for 7 bits), and float32 scales [..., N]."""
     largest = 2 ** (bits - 1) - 1
     rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -31,10 +31,10 @@ def quantize_weight(weight: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x: Tensor, activations: int = 15) -> tuple[Tensor, Tensor]:
-    """Round each row of activations [M, K] to `activations` bits.
+    """Round each row of activations [M, K] to `activations` bits, 15 or 8.
 
-    Returns int8 [2 M, K], the high rows before the low ones ([M, K] for 8 bits), and float32 scales [M]. A row with NaN
-    or infinity has the scale NaN."""
+    Returns int8 rows and float32 scales [M]. For 15 bits the rows are [2 M, K], high rows before low rows; for 8 bits
+    [M, K]. A row with NaN or infinity has the scale NaN."""
     x = x.float()
     largest = MAX_INT8 if activations == 8 else MAX_INT8 * HIGH
     scale = _scale(x, largest)
@@ -48,7 +48,7 @@ def quantize_rows(x: Tensor, activations: int = 15) -> tuple[Tensor, Tensor]:
 def reference_linear(
     x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, activations: int = 15
 ) -> Tensor:
-    """As `int8_linear`, in float64: v = round(x / s), y = s * scale * (v weight^T) + bias."""
+    """Definition of `int8_linear` in float64: v = round(x / s), y = s * scale * (v weight^T) + bias; s: row's scale."""
     rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]), activations)
     high, *low = rows.long().split(x.shape[:-1].numel())
     values = HIGH * high + low[0] if low else high
@@ -59,6 +59,6 @@ def reference_linear(
 
 
 def _scale(rows: Tensor, largest: int) -> Tensor:
-    """max |row| / largest; at least the smallest normal number, NaN without a finite maximum."""
+    """[M]: max |row| / largest, at least the smallest normal number; NaN for a row with NaN or infinity."""
     top = rows.abs().amax(-1)
     return (top / largest).clamp_min_(torch.finfo(torch.float32).tiny).masked_fill_(~top.isfinite(), torch.nan)

@@ -7,13 +7,12 @@ Three paths compute the same numbers; `path_for` chooses one:
 - "triton" (`triton.py`): a kernel that reads every logit once, and one that merges the parts of a row (online softmax:
 Milakov and Gimelshein, arXiv 1805.02867).
 
-Float32 probabilities of trained models tie at 1. So the float32 paths sum over all tokens except the best. Let m be the
-largest logit, S = sum exp(z - m) and W = sum exp(z - m) (z - m) over these tokens. Then the best probability is
-1 / (1 + S) and the entropy ln(1 + S) - W / (1 + S), in float64. A temperature divides only differences, which do not
-overflow.
+In float32, the best probabilities of trained models round to 1. So the float32 paths sum over all tokens except the
+best. Let z be the logits, m the largest of them, S = sum exp(z - m) and W = sum exp(z - m) (z - m) over these tokens.
+Then the best probability is 1 / (1 + S) and the entropy ln(1 + S) - W / (1 + S), computed in float64. A temperature
+divides only differences of logits, which do not overflow.
 
-`reference.py` defines every statistic; `draws.py` samples tokens; `api.py` checks arguments.
-"""
+`reference.py` defines every statistic; `draws.py` samples tokens; `api.py` checks arguments."""
 
 from paradec.kernels import interpreting
 from paradec.kernels.token_stats.api import PATHS, token_stats

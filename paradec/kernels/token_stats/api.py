@@ -28,10 +28,10 @@ def token_stats(
     """Statistics of each row's distribution softmax(logits / temperature).
 
     Args:
-        logits: [..., V] of any float dtype and strides; -inf excludes a token.
+        logits: [..., V] for a vocabulary of V tokens, of any float dtype and strides; -inf excludes a token.
         fields: names from `FIELDS`; None: all. `token` and `prob` are always computed.
-        temperature: applies to all fields except `gap` (Dream); LLaDA's statistics use 1.
-        ids: [...] or [..., K] int64 tokens for `ids_prob`, from 0 to V - 1 (unchecked on accelerators).
+        temperature: divides the logits for all fields except `gap`.
+        ids: int64 tokens for `ids_prob`, one or K per row: [...] or [..., K], from 0 to V - 1 (unchecked on GPUs).
         draws: random numbers for `sample`; None: no sample. path: one of `PATHS`; None uses `path_for`.
 
     Raises TypeError if logits are not a float tensor, ValueError for any other wrong argument or an unavailable path.

@@ -1,7 +1,7 @@
-"""Sampling by inverting cumulative sums, with one uniform number u: the least k with w_0 + ... + w_k > u sum(w). The
-sums of segments select a segment, then its weights select the token. So the vocabulary is read once. All paths draw the
-same tokens unless u is within rounding of a boundary. On the CPU, a draw within `MAX_ROUNDING` of a boundary is
-repeated in float64."""
+"""Sampling of tokens by inverting cumulative sums of weights w: a uniform number u in (0, 1) draws the least k with
+w_0 + ... + w_k > u sum(w). The sums of segments select a segment, then the weights of its tokens select the token. So
+the vocabulary is read once. All paths draw the same tokens unless rounding moves a boundary (a cumulative sum) past
+u sum(w). On the CPU, a draw within `MAX_ROUNDING` of a boundary is repeated in float64."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ one draw in 40 is this close to a boundary."""
 
 @dataclass(frozen=True)
 class TokenDraws:
-    """Inputs of the uniform numbers (`rng.uniform`) that draw tokens, independent of the batch and the path.
+    """Arguments of `rng.uniform` for the numbers that draw tokens. The numbers depend on neither batch nor path.
 
-    keys: [R, 2] int64 row keys (`paradec.samplers.start.row_keys`). steps: [R] int64.
+    keys: [R, 2] int64 keys of R rows (`paradec.samplers.start.row_keys`). steps: [R] int64.
     positions: [R, W] int64, for logits [R, W, V]; [R] for logits [R, V].
-    temperature: of the draws; independent of the statistics' temperature. stream: of `rng.uniform`."""
+    temperature: of the draws; the statistics have a separate temperature. stream: as in `rng.uniform`."""
 
     keys: Tensor
     steps: Tensor
@@ -38,14 +38,14 @@ class TokenDraws:
     stream: int = rng.TOKEN_STREAM
 
     def uniform(self) -> Tensor:
-        """One number in (0, 1) per draw, shaped as the positions, float64."""
+        """One float64 number in (0, 1) per draw, in the shape of `positions`."""
         rows = len(self.positions)
         positions = self.positions.reshape(rows, -1)
         return rng.uniform(self.keys, self.steps, positions, 1, self.stream).view(self.positions.shape)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token [...] int64 from weights [..., V] with one number [...] in (0, 1); never a token of weight 0.
+    """Draw tokens [...] int64 from weights [..., V] with uniform numbers [...] in (0, 1), never a token of weight 0.
     Segments are summed in the weights' dtype; cumulative sums are float64."""
     size = weights.shape[-1]
     if size <= 4 * SEGMENT:
@@ -71,10 +71,10 @@ def locate(
     weights: Callable[[Tensor], Tensor],
     redraw: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Draw from `size` tokens by sums of segments [..., S].
+    """Draw tokens [...] int64 from `size` tokens in S segments, by the segments' sums [..., S].
 
-    weights: returns the weights of tokens [..., SEGMENT] int64. redraw: called on the CPU with a mask [...] bool of the
-    draws within `MAX_ROUNDING` of a boundary; returns new ones."""
+    weights: a function from tokens [..., SEGMENT] int64 to their weights. redraw: a function from a mask [...] bool of
+    the draws within `MAX_ROUNDING` of a boundary to new samples for them; used on the CPU only."""
     uniform = uniform.unsqueeze(-1).clamp(max=BELOW_ONE)
     total = sums.cumsum(-1, dtype=torch.float64)
     target = uniform * total[..., -1:]
@@ -88,7 +88,7 @@ def locate(
     cumulative = segment_weights.cumsum(-1, dtype=torch.float64)
     segment_target = fraction * cumulative[..., -1:]
     column = _first_beyond(cumulative, segment_target)
-    samples = (segment * SEGMENT + column).squeeze(-1).clamp_(max=size - 1)  # for NaN weights, as in `_first_beyond`
+    samples = (segment * SEGMENT + column).squeeze(-1).clamp_(max=size - 1)  # NaN weights exceed the last token
     if redraw is not None and sums.is_cpu:
         beyond = cumulative.gather(-1, column) - segment_target
         distance = (
@@ -103,5 +103,5 @@ def locate(
 
 def _first_beyond(total: Tensor, target: Tensor) -> Tensor:
     """First entry of cumulative sums [..., N] above target [..., 1]: [..., 1]."""
-    # the clamp is for NaN weights; a commit raises an error for them
+    # NaN weights would exceed the last index; the error for them is raised when the tokens are committed
     return torch.searchsorted(total, target, right=True).clamp(max=total.shape[-1] - 1)

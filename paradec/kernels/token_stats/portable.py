@@ -16,21 +16,21 @@ CPU_BLOCK = 2**19
 BLOCK = 2**25
 """Numbers per block on accelerators."""
 FLOOR = -72.0
-"""Lower bound of (logit - second) / temperature. Its weight, 2**-103, is negligible in float64; subnormal exponentials
-would be ten times slower."""
+"""Lower bound of (logit - second largest logit) / temperature. exp(FLOOR) is 2**-103, negligible in float64; without
+the bound, subnormal exponentials would be ten times slower."""
 MAX_LOG_WEIGHT = 700.0
-"""Upper bound of a draw's log-weights, so that weights stay finite in float64."""
+"""Upper bound of the best token's log-weight, so that its weight stays finite in float64."""
 
 
 class _RowSums(NamedTuple):
-    """Sums over each of n rows, float64 [n] unless noted. Weights are exp((logit - second) / temperature), where
-    `second` is the second largest logit. So only negligible tokens underflow float32."""
+    """Sums over each of n rows, float64 [n] unless noted. A token's weight is exp((logit - second) / temperature).
+    `second` is the second largest logit, so only negligible weights underflow in float32."""
 
     token: Tensor
     """int64: the best token."""
     top: Tensor
     second: Tensor
-    """-inf for a single token."""
+    """Second largest logit; -inf for a single token."""
     mass: Tensor
     """Sum of the weights of all tokens except the best."""
     moment: Tensor | None
@@ -59,18 +59,18 @@ def chunked_stats(
     return stats if draws is None else stats._replace(sample=_sample(sums, logits, draws))
 
 
-def row_blocks(logits: Tensor, on_cpu: int) -> Iterator[Tensor]:
-    """Split [..., V] into views [n, V] of about `on_cpu` numbers on the CPU, `BLOCK` elsewhere; at least one row."""
+def row_blocks(logits: Tensor, cpu_block: int) -> Iterator[Tensor]:
+    """Split [..., V] into views [n, V] of at most `cpu_block` numbers on the CPU, `BLOCK` elsewhere, but n >= 1."""
     if logits.dim() <= 2 or logits.is_contiguous() or not logits.numel():
-        rows = max(1, (on_cpu if logits.is_cpu else BLOCK) // logits.shape[-1])
+        rows = max(1, (cpu_block if logits.is_cpu else BLOCK) // logits.shape[-1])
         yield from logits.reshape(-1, logits.shape[-1]).split(rows)
     else:
         for matrix in logits:
-            yield from row_blocks(matrix, on_cpu)
+            yield from row_blocks(matrix, cpu_block)
 
 
 def concatenate(tuples: list[Any], lead: torch.Size) -> list[Any]:
-    """Concatenate tuples of tensors [n, ...] or None field by field: [*lead, ...]."""
+    """Concatenate tuples field by field: tensors [n, ...] become one tensor [*lead, ...]; None remains None."""
     fields = (
         field[0] if len(field) == 1 or field[0] is None else torch.cat(field) for field in zip(*tuples, strict=True)
     )
@@ -90,7 +90,7 @@ def _sum_rows(
     differences: Tensor,
     weights: Tensor,
 ) -> _RowSums:
-    """Sum over rows [n, V]. differences, weights: buffers [n, padded V]."""
+    """Sum over rows [n, V]. differences, weights: buffers [n, V rounded up to whole segments]."""
     vocab = rows.shape[1]
 
     def load() -> None:
@@ -101,7 +101,7 @@ def _sum_rows(
         return values.unflatten(1, (-1, SEGMENT)).sum(-1)
 
     def weigh(temperature: float) -> tuple[Tensor, Tensor]:
-        """Return softmax weights summed by segments, and the weight of difference 0, to which the best token is set."""
+        """Return softmax weights summed by segments, and the weight of difference 0, which the best token gets."""
         # subtract first: differences keep their digits and overflow to -inf only
         differences.sub_(base)
         if temperature != 1:
@@ -150,7 +150,7 @@ def _from_sums(sums: _RowSums, fields: frozenset[str], temperature: float) -> To
     second_prob = ratio * prob
     entropy = smoothed = logsumexp = None
     if sums.moment is not None:
-        # sum of exp(z) z over the others, with z = (logit - top) / temperature; 0 where all exp(z) underflow
+        # sum of exp(z) z over all tokens except the best, with z = (logit - top) / temperature; 0 if exp(z) underflows
         weighted_sum = ((sums.moment + mass * log_ratio) * ratio).masked_fill_(ratio == 0, 0)
         entropy = (others.log1p() - weighted_sum / total).masked_fill_(nonfinite, torch.nan)
     if sums.smoothed is not None:
@@ -162,7 +162,7 @@ def _from_sums(sums: _RowSums, fields: frozenset[str], temperature: float) -> To
 
 
 def _sample(sums: _RowSums, logits: Tensor, draws: TokenDraws) -> Tensor:
-    """Draw a token for each of the rows [..., V]: [...]."""
+    """Draw one token [...] int64 per row of logits [..., V]."""
     uniform, top = draws.uniform(), sums.top.unsqueeze(-1)
     assert sums.segments is not None
 
@@ -176,7 +176,7 @@ def _sample(sums: _RowSums, logits: Tensor, draws: TokenDraws) -> Tensor:
 
 
 def float64_samples(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """Draw a token for each of the rows [..., V] with the numbers uniform [...], in float64: [...]."""
+    """Draw one token [...] int64 per row of logits [..., V] with uniform numbers [...], computed in float64."""
     samples, start, uniform = [], 0, uniform.flatten()
     for rows in row_blocks(logits, CPU_BLOCK):
         scaled = rows.to(torch.float64, copy=True).sub_(rows.amax(-1, keepdim=True)).div_(temperature)

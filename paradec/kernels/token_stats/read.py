@@ -1,4 +1,4 @@
-"""Token statistics by the names that samplers use, the choice of a path, and the "float64" path."""
+"""Token statistics under the names that samplers use, the choice of a path, and the "float64" path."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ QUANTITY_FIELDS = {
     "minus_entropy": "entropy",
     "logit_gap": "gap",
 }
-"""Field of `TokenStats` for each quantity; the sign of entropies is flipped, so that higher is more confident."""
+"""Field of `TokenStats` for each quantity. Entropies change sign, so that a higher quantity is more confident."""
 ONE_READ_FIELDS = QUANTITY_FIELDS | {"negative_entropy": "entropy"}
-"""The same for the float32 paths, which avoid a second read and a logarithm per token."""
+"""`QUANTITY_FIELDS` of the float32 paths: "smoothed_entropy" would need a second read or a logarithm per token."""
 FLOAT64_CPU_BLOCK = 2**17
 """Numbers per block of "float64" on the CPU: 1 MB."""
 
@@ -35,18 +35,18 @@ def token_statistics(
     draws: TokenDraws | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Statistics of each position's distribution softmax(logits / temperature). Returns tokens [...] int64, and the
-    quantities by name, each [...] float64.
+    """Statistics of each position's distribution softmax(logits / temperature). Returns tokens [...] int64, and a dict
+    of the requested quantities, each [...] float64.
 
     "confidence" is p(token). "margin" is p(1st) - p(2nd). "minus_entropy" is sum p ln p. "negative_entropy" is Dream's
     sum p ln(p + 1e-10), or sum p ln p for large vocabularies in float32. "best_token" is the likeliest token (int64).
     "logit_gap" is z(1st) - z(2nd). All except "best_token" and "logit_gap" are NaN where a logit is NaN or +inf.
 
     logits: [..., V] of any float dtype; -inf excludes a token. reads: names from `QUANTITIES`.
-    tokens: [...] int64, for "confidence"; None: the best token (lowest id on ties). draws: draw the tokens instead.
-    temperature: above 0; divides all logits."""
-    exact = "negative_entropy" not in reads or path_for(logits) == "float64"
-    fields = QUANTITY_FIELDS if exact else ONE_READ_FIELDS
+    tokens: [...] int64, returned and used for "confidence"; None: the best tokens (lowest id on ties), or with `draws`
+    tokens that are drawn. temperature: above 0; divides all logits."""
+    is_exact = "negative_entropy" not in reads or path_for(logits) == "float64"
+    fields = QUANTITY_FIELDS if is_exact else ONE_READ_FIELDS
     needed = frozenset(fields[name] for name in reads if name in fields)
     stats = read_stats(logits, needed, temperature, ids=tokens, draws=draws)
     prob: Tensor | None = stats.prob

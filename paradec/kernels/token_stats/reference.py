@@ -16,7 +16,7 @@ EPSILON = 1e-10
 
 class TokenStats(NamedTuple):
     """Results of `token_stats`, shaped [...] for logits [..., V]; unrequested fields may be None. Floats are float64.
-    In `nonfinite` rows floats are NaN and ids undefined."""
+    In rows where `nonfinite` is true, floats are NaN and tokens are undefined."""
 
     token: Tensor
     """int64: the likeliest token, the lowest id on ties."""
@@ -40,7 +40,7 @@ class TokenStats(NamedTuple):
     sample: Tensor | None = None
     """int64: a token drawn from softmax(logits / draws.temperature)."""
     sample_prob: Tensor | None = None
-    """Probability of `sample` under softmax(logits / temperature), as `prob`."""
+    """Probability of `sample` under softmax(logits / temperature)."""
 
 
 FIELDS = TokenStats._fields[:9]
@@ -50,23 +50,22 @@ FIELDS = TokenStats._fields[:9]
 def reference_stats(
     logits: Tensor, temperature: float = 1.0, ids: Tensor | None = None, draws: TokenDraws | None = None
 ) -> TokenStats:
-    """All fields of logits [..., V]. Arguments as in `token_stats`, unchecked.
+    """All fields for logits [..., V]. Arguments as in `token_stats`, unchecked; u is the uniform number of a draw.
 
     - z = (logits - max logits) / temperature
     - p = exp(z) / sum exp(z)
     - entropy = -sum p ln p = ln sum exp(z) - sum p z
     - logsumexp = max logits / temperature + ln sum exp(z)
-    - sample = the least k with p_0 + ... + p_k > u, at draws.temperature
-    """
+    - sample = the least k with p_0 + ... + p_k > u, at draws.temperature"""
     logits = logits.double()
     top, token = logits.max(-1, keepdim=True)
     z = (logits - top) / temperature  # at most 0: no temperature overflows
     nonfinite = z.isnan().any(-1)
     z = z.masked_fill(nonfinite.unsqueeze(-1), torch.nan)
-    # the best token's 1 is left out: added to the others, it would round their digits away
+    # leave out the best token's exp(0) = 1: added to the other terms, it would round their digits away
     others = z.exp().scatter(-1, token, 0).sum(-1)
     p = z.exp() / (1 + others.unsqueeze(-1))
-    # pad for a single token: a second one of probability 0
+    # a vocabulary of one token gets a second token of probability 0
     first, second = F.pad(p, (0, 1)).sort(-1, descending=True).values[..., :2].unbind(-1)
     highest, following = F.pad(logits, (0, 1), value=-torch.inf).sort(-1, descending=True).values[..., :2].unbind(-1)
     ids_prob = sample = sample_prob = None

@@ -13,7 +13,7 @@ from paradec.kernels.token_stats.reference import TokenStats
 BLOCK = 2048
 """Tokens per program step: eight per thread, so that registers suffice for four programs per multiprocessor."""
 FLOATS = ("prob", "second_prob", "margin", "entropy", "logsumexp", "gap", "sample_prob")
-"""Order of `floats` in the kernel."""
+"""Order of the fields in the kernel's output `floats`."""
 PARTIAL = 5
 """Numbers per part of a row: largest and second largest logit, best token, sum, weighted sum."""
 
@@ -86,7 +86,7 @@ def _partial_kernel(
     logits, partial, sums, tops, draw_temperature, width, row_stride, column_stride, vocab, span, scale,
     SAMPLE: tl.constexpr, BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Reduce one part of a row's vocabulary into partial [N, splits, 5] float64. Grid (N, splits)."""
+    """Reduce one part of a row's vocabulary into partial [N, splits, 5] float64, for N rows. Grid (N, splits)."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     source = logits + (row // width) * row_stride + (row % width) * column_stride
@@ -95,7 +95,7 @@ def _partial_kernel(
     m = tl.full((), float("-inf"), tl.float32)
     second = tl.full((), float("-inf"), tl.float32)
     best = tl.full((), -1, tl.int32)
-    # sums per lane, and over former best tokens, which lanes leave out
+    # sums per lane leave out the best token so far; the former sums hold the tokens that were best before
     lane_sum = tl.zeros((BLOCK,), tl.float32)
     lane_weight = tl.zeros((BLOCK,), tl.float32)
     former_sum = tl.full((), 0.0, tl.float32)
@@ -109,7 +109,7 @@ def _partial_kernel(
         # prefetch the next tile
         next_tile = tl.load(source + token + BLOCK, mask=token + BLOCK < stop, other=float("-inf"))
         top = tl.max(x, 0)
-        if top > second:  # few tiles hold one of the two best so far
+        if top > second:  # few tiles hold a new best or second best token
             top_token = tl.min(tl.where(x == top, token, vocab), 0)
             runner_up = tl.max(tl.where(token == top_token, float("-inf"), x), 0)
             if top > m:
@@ -148,8 +148,8 @@ def _partial_kernel(
 
 @triton.jit
 def _draw_index(weights, index, uniform):
-    """Draw an entry of `index` by a uniform number, never one of weight 0. Also return the position of the number
-    within the entry's weight, in [0, 1), for the next draw."""
+    """Draw an entry of `index` with the number `uniform`, never an entry of weight 0. Also return, for the next draw,
+    where the number lies within the entry's weight, in [0, 1)."""
     cumulative = tl.cumsum(weights, 0)
     target = tl.minimum(uniform, 0.9999999999999999) * tl.sum(weights, 0)
     has_weight = weights > 0
@@ -167,7 +167,7 @@ def _finish_kernel(
     count, splits, width, row_stride, column_stride, vocab, num_segments, temperature, num_ids,
     SAMPLE: tl.constexpr, IDS: tl.constexpr, SEGMENT: tl.constexpr, PADDED_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of a row. Grid (N,)."""
+    """Merge the parts of a row. Grid (N,), for N rows."""
     row = tl.program_id(0).to(tl.int64)
     source = logits + (row // width) * row_stride + (row % width) * column_stride
     minus_inf = float("-inf")
@@ -184,13 +184,13 @@ def _finish_kernel(
         exp_sum2 = tl.load(base + 3)
         weight2 = tl.load(base + 4)
         top = tl.maximum(m, m2)
-        # distances below the larger maximum; a side without tokens weighs nothing
+        # distances to the larger maximum; a part without tokens weighs nothing
         down = tl.where(m == minus_inf, 0.0, (m - top) / temperature)
         down2 = tl.where(m2 == minus_inf, 0.0, (m2 - top) / temperature)
         factor = tl.where(m == minus_inf, 0.0, tl.exp(down))
         factor2 = tl.where(m2 == minus_inf, 0.0, tl.exp(down2))
         stays = m >= m2  # equal maxima: the lower tokens stay
-        # the best token of the side with the smaller maximum joins the others
+        # the best token of the part with the smaller maximum is added to that part's sum
         mass = exp_sum + tl.where(stays | (m == minus_inf), 0.0, 1.0)
         mass2 = exp_sum2 + tl.where(stays & (m2 > minus_inf), 1.0, 0.0)
         weight = factor * (weight + mass * down) + factor2 * (weight2 + mass2 * down2)
@@ -201,7 +201,7 @@ def _finish_kernel(
     is_invalid = (m == minus_inf) | (m == float("inf")) | (exp_sum != exp_sum)
     peak = tl.where(is_invalid, 0.0, m)
     total = tl.where(is_invalid, float("nan"), 1.0 + exp_sum)
-    # ln(1 + exp_sum) where 1 + exp_sum rounds most of it away
+    # ln(1 + exp_sum): for a small exp_sum use the series, because 1 + exp_sum would round its digits away
     logarithm = tl.where(exp_sum < 1e-5, exp_sum - 0.5 * exp_sum * exp_sum, tl.log(total))
     ratio = tl.where(second == minus_inf, 0.0, tl.exp((second - peak) / temperature))
     tl.store(floats + row, 1.0 / total)
@@ -213,10 +213,10 @@ def _finish_kernel(
     tl.store(tokens + row, tl.maximum(best, 0.0).to(tl.int64))
     tl.store(nonfinite + row, is_invalid)
     if SAMPLE:
-        # first the segment, then its token, as in draws.py
+        # draw a segment, then a token of it, as in draws.py
         t = tl.load(draw_temperature)
         index = tl.arange(0, PADDED_SEGMENTS)
-        is_segment = index * SEGMENT < vocab  # segments past the end are not written
+        is_segment = index * SEGMENT < vocab  # `sums` is not written past the end of the vocabulary
         weights = tl.load(sums + row * num_segments + index, mask=is_segment, other=0.0).to(tl.float64)
         exponent = (tl.load(tops + row * num_segments + index, mask=is_segment, other=0.0).to(tl.float64) - peak) / t
         weights = tl.where(weights > 0, weights * tl.exp(tl.minimum(exponent, 0.0)), 0.0)

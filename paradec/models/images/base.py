@@ -2,8 +2,7 @@
 
 Samplers of autoregressive models (`ImageModel`) see token ids below `facts.vocab_size`, the model's outputs. Prompts
 may also have larger ids, which only the model's embedding knows: a class label, a position in a caption, other text.
-`request` puts further data of its rows into a copy of the adapter.
-"""
+`request` puts further data of its rows into a copy of the adapter."""
 
 from __future__ import annotations
 
@@ -97,7 +96,8 @@ class PictureModel:
         return {name: value for name, value in self.defaults.items() if name != "steps" or sampler.uses_steps}
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture of this size in pixels, by default the model's. Raises ValueError for other sizes."""
+        """The raster of a picture of this size in pixels; None is the model's size. Raises ValueError for a size that
+        the model cannot make."""
         raise NotImplementedError
 
     def square_grid(
@@ -117,7 +117,7 @@ class PictureModel:
         return Grid(side, side, range(codes))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """Lay out one request: `num_images` adjacent rows for every prompt or label. In this base class the conditions
+        """Make one request, with `num_images` adjacent rows for every prompt or label. In this base class, conditions
         are class labels below `facts.classes`, an int or several. Raises ValueError or TypeError for other values."""
         self.refuse_negative_prompt(negative_prompt)
         return ImageRequest(self, list_labels(conditions, self.facts.classes, num_images))
@@ -131,7 +131,7 @@ class PictureModel:
         raise NotImplementedError
 
     def check_decodes(self) -> None:
-        """Raise ValueError without a decoder."""
+        """Raise ValueError if the model's decoder was not loaded."""
         if (option := self.decoder_option) is not None and self.decoder is None:
             raise ValueError(
                 f"{self.facts.name} has no {option.upper()} decoder; load it with {option}=..., or request "
@@ -155,7 +155,7 @@ class PictureModel:
 
     def stages(self, tokens: Tensor) -> Iterable[Tensor]:
         """Yield the pictures after each step, [B, C, H, W] in [0, 1], for traces. Only models whose steps change all
-        pixels have any."""
+        pixels yield pictures."""
         return ()
 
     def refuse_negative_prompt(self, negative_prompt: Any) -> None:
@@ -197,7 +197,7 @@ class ImageModel(PictureModel, Decoder):
         return self._embed(torch.arange(self.facts.vocab_size, device=self.device).unsqueeze(0), None)[0]
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
-        """ids [R, Q] int64 -> [R, Q, d]. `query` is None for ids below the vocabulary's size."""
+        """Embed ids: [R, Q] int64 -> [R, Q, d]. `query` may be None if all ids are below `vocab_size`."""
         raise NotImplementedError
 
     def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
@@ -235,7 +235,8 @@ class ImageModel(PictureModel, Decoder):
         return self.head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
     def _store_mask(self, query: Query, store: Any) -> Tensor:
-        """[R, 1, Q, K] bool: the keys, of the store and the call, that each column sees (positions up to its own)."""
+        """[R, 1, Q, K] bool: which of the K keys in store and call each column sees: those at positions up to its
+        own."""
         mask, keys = store.visible(query)
         causal = (query.positions.unsqueeze(-1) >= keys.unsqueeze(-2)).unsqueeze(1)
         return causal if mask is None else causal & mask

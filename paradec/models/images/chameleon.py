@@ -2,8 +2,7 @@
 of Chameleon (arXiv 2405.09818), on transformers' class.
 
 The class suppresses image tokens in its forward, so the adapter calls its parts. Its VQ has no decoder:
-`paradec.models.images.vq` reads Chameleon's `vqgan.ckpt`.
-"""
+`paradec.models.images.vq` reads Chameleon's `vqgan.ckpt`."""
 
 from __future__ import annotations
 
@@ -59,11 +58,11 @@ PIXELS_PER_SIZE = 32
 
 
 class ChameleonModel(TextToImageModel):
-    """The adapter of transformers' `ChameleonForConditionalGeneration`. The prompt ends with the picture's start token
-    (and its sizes), which is all of the guidance branch's prompt. Raises ValueError for a wrong codebook or vocabulary.
+    """The adapter of transformers' `ChameleonForConditionalGeneration`. A prompt is a caption and `opening`; the
+    guidance branch's prompt is only `opening`. Raises ValueError for a wrong codebook or vocabulary.
 
-    layout: `ANOLE`, `LUMINA_MGPT`, or a custom one.
-    vq: the VQ autoencoder with its decoder; None makes only tokens. tokenizer: None requires prompts of ids."""
+    layout: `ANOLE`, `LUMINA_MGPT`, or a custom layout.
+    vq: the VQ autoencoder with its decoder; None makes only tokens. tokenizer: if None, prompts must be ids."""
 
     def __init__(
         self,
@@ -96,7 +95,8 @@ class ChameleonModel(TextToImageModel):
         return self._check_length(Grid(rows, columns, self.cells, row_end=layout.row_end, tail=tail), self.scale)
 
     def opening(self, grid: Grid) -> list[int]:
-        """The ids between a caption and the picture's first token."""
+        """The ids between a caption and the picture's first token: the start token and, if the layout has it, the
+        size."""
         layout = self.layout
         if layout.first_size is None:
             return [layout.start]

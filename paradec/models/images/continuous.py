@@ -35,7 +35,7 @@ class ContinuousQuery:
     tokens: Tensor
     """[B, N, channels]: tokens to encode."""
     known: Tensor
-    """[B, N] int64: their positions in the image."""
+    """[B, N] int64: positions of `tokens` in the image."""
     targets: Tensor
     """[B, M] int64: positions to decode."""
     columns: Tensor
@@ -52,15 +52,15 @@ class ContinuousQuery:
     reused_keys: ReusedKeys | None = None
     """Keys and values that a local step reads; None for a full step."""
     drop: Tensor | None = None
-    """[B, U] int64: the group's positions, whose keys and values a full step leaves out; None returns no keys."""
+    """[B, U] int64: the group's positions, which a full step leaves out of the keys that it returns; None: no keys."""
     keep_buffer: bool = False
-    """Whether the class tokens' keys and values are reused too; else local steps evaluate these tokens again."""
+    """Whether local steps reuse the class tokens' keys and values too, instead of evaluating class tokens again."""
     branches: int = 1
     forwarded: np.ndarray | None = None
-    """[B] int64, on the host: positions of the image decoded for each row in one branch."""
+    """[B] int64, on the host: number of the image's positions decoded for each row in one branch."""
     kind: str = "full"
     sections: tuple[int, ...] | None = None
-    """The head's steps in each of equal sections of its training steps; None spaces all steps evenly."""
+    """Number of the head's steps in each of several equal sections of the training steps; None: one section."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class TokenDistribution:
     std: Tensor
     """Standard deviation of the noise that the last step would add, times the temperature."""
     half_log_variance: Tensor
-    """Sum over the other steps of half the logarithm of the variance, without the temperature."""
+    """Half the logarithm of the variance, without the temperature, summed over all steps except the last."""
 
 
 @dataclass
@@ -112,13 +112,13 @@ class DiffusionHead(nn.Module):
         guidance: float | None = None,
         sections: tuple[int, ...] | None = None,
     ) -> TokenDistribution:
-        """Draw tokens, as the mean of the returned distribution.
+        """Draw n tokens; they are the mean of the returned distribution.
 
         condition: [n, width], or with guidance [2 n, width], the unconditional ones last.
         noise: [n, steps + 1, channels] standard normal: the initial x, then one row per step (the last is not used).
             Draws have its dtype, float32 at least.
         temperature: factor of the noise of each step, but not of the initial noise.
-        guidance: s in uncond + s (cond - uncond), only for the predicted noise; None evaluates no second branch.
+        guidance: s in uncond + s (cond - uncond), applied only to the predicted noise; None: no second branch.
         sections: as `ContinuousQuery.sections`; they sum up to `steps`."""
         times, table = solver(sections or (noise.shape[1] - 1,))
         x = noise[:, 0]
@@ -145,10 +145,10 @@ class DiffusionHead(nn.Module):
 
 @lru_cache(maxsize=16)
 def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]:
-    """Compute the evaluated training times, ascending, and the coefficients of each step. Raises ValueError for a
-    section without steps, or with more steps than training steps.
+    """Compute the evaluated training steps, ascending, and the coefficients of each. Raises ValueError for a section
+    without steps, or with more steps than training steps.
 
-    sections: numbers of evenly spaced steps in equal sections of the training steps; (100,) is 100 steps over all."""
+    sections: number of evenly spaced steps in each of several equal sections of the training steps."""
     times: list[int] = []
     start = 0
     for section_index, steps in enumerate(sections):
@@ -169,7 +169,7 @@ def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]
     posterior = betas * (1 - alphas_cumprod_prev) / (1 - alphas_cumprod)
     table = {
         "log_beta": np.log(betas),
-        # the first variance is 0; the second one replaces it
+        # the variance of the first step is 0; that of the second step replaces it
         "log_posterior": np.log(np.append(posterior[1] if len(times) > 1 else betas[0], posterior[1:])),
         "recip": np.sqrt(1 / alphas_cumprod),
         "recip_minus_one": np.sqrt(1 / alphas_cumprod - 1),

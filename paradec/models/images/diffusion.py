@@ -15,8 +15,8 @@ from paradec.models.images.base import list_labels
 
 
 class DiffusionModel(Adapter):
-    """A diffusers `DiTTransformer2DModel` for samplers of the forecast family. Raises TypeError for another module,
-    ValueError for one in training mode."""
+    """A diffusers `DiTTransformer2DModel` for samplers of the forecast family. Raises TypeError for another kind of
+    module, ValueError for a module in training mode."""
 
     makes = "latent"
     module: Any

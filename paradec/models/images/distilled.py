@@ -1,8 +1,7 @@
 """Distilled Decoding (Liu et al., arXiv 2412.17153): query, answer and adapter of a student.
 
 A student maps one noise vector per token to its teacher's picture, in one or a few calls. Its network is a variant of
-the teacher's (`distilled_llamagen`, `distilled_var`).
-"""
+the teacher's (`distilled_llamagen`, `distilled_var`)."""
 
 from __future__ import annotations
 
@@ -26,11 +25,12 @@ class Stages:
     """The stages that a student was trained for. Raises ValueError for a stage out of range."""
 
     data_counts: tuple[int, ...]
-    """[T + 1]: K(t), the number of data tokens at stage t, from 0 to all. A call replaces the noise after them."""
+    """[T + 1]: K(t), the number of data tokens at stage t; K(0) is 0, K(T) all. A call replaces the noise after
+    them."""
     second: int
-    """The stage of the second of two calls."""
+    """Stage at which the second of two calls begins."""
     split: int
-    """After every call the first K(split) tokens are codes; later tokens stay vectors of the continuous head."""
+    """After every call the first K(split) tokens become codes; later tokens remain vectors of the continuous head."""
     scales: bool = False
     """Whether a stage is a scale of VAR; otherwise it is a cell of the raster."""
 
@@ -58,7 +58,7 @@ class DistilledQuery:
     """The number of data tokens."""
     branches: int = 1
     forwarded: np.ndarray | None = None
-    """[B] int64, on the host: tokens evaluated for each row."""
+    """[B] int64, on the host: number of tokens evaluated for each row."""
     kind: str = "full"
 
 
@@ -80,7 +80,7 @@ class DistilledFacts:
 
 
 class ContinuousHead(nn.Module):
-    """The head of vectors: shift and scale of the class, on a norm without weights."""
+    """The head that predicts vectors: a norm without weights, shifted and scaled by the class, and a linear layer."""
 
     def __init__(self, width: int, channels: int):
         super().__init__()
@@ -97,7 +97,7 @@ class DistilledModel(PictureModel, Adapter):
     """Base of the students' adapters. A subclass implements `codes`, `grid`, `latent` and `_pixels`.
 
     module: (labels [B], tokens [B, N, C], number of data tokens) -> vectors [B, N, C] and logits [B, N, V].
-    defaults: of requests: `steps`, and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""
+    defaults: `steps` of requests, and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""
 
     makes = "distilled image"
     family = "distilled"
@@ -144,6 +144,6 @@ class DistilledModel(PictureModel, Adapter):
 
     def read(self, state: Any, grid: Grid) -> Snapshot:
         accepted = np.array(state.accepted, np.int64).reshape(-1, state.batch)
-        # of VAR's scales only the last one is the grid
+        # the grid is the last tokens; of a student of VAR the last scale
         prompt_lengths = [self.facts.stages.data_counts[-1] - grid.length] * state.batch
         return Snapshot(state.tokens.cpu(), state.done, accepted, prompt_lengths, [0] * state.batch)

@@ -39,9 +39,8 @@ SECOND = 80
 class DistilledLlamaGenConfig(LlamaGenConfig):
     """Sizes of a student.
 
-    codebook_dim: numbers in a code vector.
-    second, split: see `paradec.models.images.distilled.Stages`; by default the published ones, else 5/16 of the tokens.
-    """
+    codebook_dim: width of a code vector.
+    second, split: see `paradec.models.images.distilled.Stages`; None: as published, or else 5/16 of the tokens."""
 
     codebook_dim: int = 8
     second: int | None = None
@@ -76,13 +75,14 @@ class DistilledLlamaGen(nn.Module):
         self.final_layer_conti = ContinuousHead(config.dim, config.codebook_dim)
 
     def forward(self, labels: Tensor, tokens: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
-        """Vectors [B, N, codebook_dim] and logits [B, N, vocab_size] of both heads.
+        """Code vectors [B, N, codebook_dim] of the continuous head, and logits [B, N, vocab_size].
 
-        labels: [B] int64. tokens: [B, N, codebook_dim], row by row: `num_codes` normalised code vectors, then noise."""
+        labels: [B] int64. tokens: [B, N, codebook_dim], in raster order: `num_codes` normalised code vectors, then
+            noise."""
         condition = self.cls_embedding.embedding_table(labels)
         x = torch.cat((condition.unsqueeze(1), self.tok_embeddings(tokens)), 1)
         column = torch.arange(x.shape[1], device=x.device)
-        x = x + self.n_d_embed((column <= num_codes).long())  # the class counts as data
+        x = x + self.n_d_embed((column <= num_codes).long())  # noise 0; class and code vectors 1
         rotation = angles((column - 1).expand(len(x), -1), self.config)
         for layer in self.layers:
             x = layer(x, rotation, None, None)
@@ -91,11 +91,11 @@ class DistilledLlamaGen(nn.Module):
 
 
 class DistilledLlamaGenModel(DistilledModel):
-    """The adapter of a `DistilledLlamaGen`. A stage is a cell: K(t) = t. Raises ValueError for a missing or unfit
-    codebook.
+    """The adapter of a `DistilledLlamaGen`. Its stages (`Stages`) are cells: K(t) = t. Raises ValueError for a missing
+    or unfit codebook.
 
     vq: LlamaGen's VQ autoencoder, whose code vectors a student reads after its first call.
-    defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""
+    defaults: `steps` of requests (1 or 2), and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""
 
     module: DistilledLlamaGen
     teacher_defaults = {"guidance_scale": 2.0, "top_k": 8000, "top_p": None, "temperature": 1.0}

@@ -24,7 +24,7 @@ EXTRA_WEIGHTS = ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "final_laye
 
 
 class DistilledVAR(VAR):
-    """A VAR with code vectors as inputs; the class is a level before all scales. scales, sizes: as in `VAR`."""
+    """A VAR with code vectors as inputs. The class is an additional level before scale 0. Arguments: as in `VAR`."""
 
     def __init__(self, scales: Sequence[int] = PUBLISHED_SCALES[256], **sizes: Any):
         super().__init__(scales, **sizes)
@@ -35,14 +35,14 @@ class DistilledVAR(VAR):
         self.final_layer_conti = ContinuousHead(self.width, self.code_dim)
 
     def forward(self, labels: Tensor, tokens: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Vectors [B, L, code_dim] and logits [B, L, V] of both heads.
+        """Code vectors [B, L, code_dim] of the continuous head, and logits [B, L, V], for the L tokens of all scales.
 
         labels: [B] int64. tokens: [B, L, code_dim], scale by scale: `num_codes` code vectors, then noise."""
         condition = self.class_emb(labels)
         x = torch.cat((condition.unsqueeze(1) + self.pos_start, self.word_embed(tokens)), 1)
         column = torch.arange(x.shape[1], device=x.device)
         level = nn.functional.pad(1 + self.levels(0, self.ends[-1]), (1, 0))  # the class is level 0
-        mark = self.n_d_embed((column <= num_codes).long())  # [1 + L, width]; the class counts as data
+        mark = self.n_d_embed((column <= num_codes).long())  # [1 + L, width]: noise 0, class and code vectors 1
         x = x + self.lvl_embed(level) + self.pos_1LC + mark
         # a token sees coarser scales and itself
         mask = (level.unsqueeze(1) > level) | (column.unsqueeze(1) == column)
@@ -54,13 +54,14 @@ class DistilledVAR(VAR):
 
 
 class DistilledVARModel(ScalePictures, DistilledModel):
-    """The adapter of a `DistilledVAR`. A stage is a scale: K(t) counts the tokens of the first t scales.
+    """The adapter of a `DistilledVAR`. Its stages (`Stages`) are scales: K(t) counts the tokens of the first t scales.
 
     vq: the multi-scale VQ autoencoder of its teacher.
-    defaults: of requests: `steps` (1 or 2), and with a teacher `guidance_scale` (3 is the public code's cfg of 2),
+    defaults: `steps` of requests (1 or 2), and with a teacher `guidance_scale` (3 is the public code's cfg of 2),
         `top_k`, `top_p`, `temperature`.
     second, split: see `paradec.models.images.distilled.Stages`; by default the published ones, else half of the scales.
-    Raises TypeError: another kind of module or autoencoder. ValueError: another codebook, a wrong stage or default."""
+    Raises TypeError for another kind of module or autoencoder, ValueError for an unfit codebook or a wrong stage or
+    default."""
 
     module: DistilledVAR
     teacher_defaults = {"guidance_scale": 3.0, "top_k": 900, "top_p": 0.95, "temperature": 1.0}

@@ -14,10 +14,10 @@ DEFAULT_SIDE = 90
 
 
 class Emu3Model(TextToImageModel):
-    """The adapter of transformers' `Emu3ForConditionalGeneration`. The prompt ends with the picture's size in tokens;
-    the guidance branch reads the negative prompt, by default an empty one, in the same form. After the last row come
-    the ends of frame, image and text. Without a tokenizer prompts are ids. Raises ValueError for a vocabulary that
-    lacks a token."""
+    """The adapter of transformers' `Emu3ForConditionalGeneration`. A prompt is a caption and the picture's size in
+    tokens. The guidance branch's caption is the negative prompt, by default empty. The end tokens of frame, image and
+    text follow the last row. Without a tokenizer, prompts must be ids. Raises ValueError for a vocabulary that lacks a
+    token."""
 
     defaults = {"guidance_scale": 3.0, "top_k": 2048, "temperature": 1.0, "top_p": None}
 

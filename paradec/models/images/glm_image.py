@@ -1,5 +1,5 @@
-"""GLM-Image's prior (zai-org/GLM-Image, folder `vision_language_encoder`) on transformers' class: a small raster of
-codes, then a large one, from which a DiT draws the picture."""
+"""GLM-Image's prior (zai-org/GLM-Image, folder `vision_language_encoder`) on transformers' class. It makes a small
+raster of codes, then a large raster. A DiT (not in this file) makes the picture from the codes of the large raster."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from paradec.models.images.text_to_image import TextToImageModel, load_pretraine
 SCALE = 32
 """Pixels along one side of a code of the large raster."""
 PREVIEW = 16
-"""Codes along one side of the small raster, if it is a square."""
+"""Codes along one side of the small raster of a square picture."""
 
 
 @dataclass(frozen=True)
 class PreviewGrid(Grid):
-    """A small raster of `preview` rows and columns ((0, 0): none), then the large one of `height` and `width`. `codes`
-    returns codes of the large one. Raises ValueError for tokens outside the rasters."""
+    """A small raster of `preview` = (rows, columns), or none for (0, 0), then the large raster of `height` x `width`.
+    `codes` returns codes of the large raster. Raises ValueError for a head, tail or row end."""
 
     preview: tuple[int, int] = field(default=(0, 0))
 
@@ -67,17 +67,17 @@ class PreviewGrid(Grid):
         return torch.arange(self.preview_length, self.length)
 
     def prior_token_ids(self, tokens: Tensor) -> Tensor:
-        """Sequences [B, length] -> GlmImagePipeline's ids [B, 4 height width] int64: each code repeated 2 x 2."""
+        """Sequences [B, length] -> GlmImagePipeline's ids [B, 4 * height * width] int64: each code repeated 2 x 2."""
         return self.codes(tokens).repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
 
 
 def token_positions(row: Sequence[int], sources: Sequence[tuple[int, int]], start: int, grid: Grid) -> Tensor:
     """[len(row) + grid.length, 3] int64: time, row and column of every token of a prompt and its answer.
 
-    A text token at p has (p, p, p). A picture that starts at p has (p, p + i, p + j) at row i and column j, and the
-    next token is at p + max(rows, columns).
+    A text token at time p has (p, p, p). A picture that starts at time p has (p, p + i, p + j) at row i and column j,
+    and the token after the picture has time p + max(rows, columns).
 
-    row: ids of the prompt. sources: (rows, columns) of its pictures, each of which follows an id `start`."""
+    row: ids of the prompt. sources: (rows, columns) of each picture in it. A picture follows an id `start`."""
     chunks, base, index, source_sizes = [], 0, 0, iter(sources)
     while index < len(row):
         chunks.append(torch.full((1, 3), base))
@@ -102,10 +102,10 @@ class GlmImageModel(TextToImageModel):
     """The adapter of transformers' `GlmImageForConditionalGeneration`, without guidance. Its pictures are codes
     (`output_type="latent"`); GlmImagePipeline accepts `out.prior_token_ids`. An end token is never drawn.
 
-    tokenizer: the checkpoint's processor (`GlmImageProcessor`); None requires prompts of ids."""
+    tokenizer: the checkpoint's processor (`GlmImageProcessor`); if None, prompts must be ids."""
 
     _token_positions: Tensor | None = field(default=None, metadata=ROWS)
-    """[B, L, 3] int64 of a request's rows."""
+    """[B, L, 3] int64: `token_positions` of a request's B rows of at most L tokens."""
 
     defaults = {"guidance_scale": 1.0, "top_k": None, "temperature": 0.9, "top_p": 0.75}
 
@@ -135,7 +135,8 @@ class GlmImageModel(TextToImageModel):
         return PreviewGrid(*large, self.cells, preview=small or (0, 0))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`conditions`: captions, one or several; or rows of ids of complete prompts, up to the picture's start."""
+        """Make a request. conditions: one or several captions, or rows of ids of complete prompts, up to the picture's
+        start."""
         self.refuse_negative_prompt(negative_prompt)
         rows = [row for row in self._rows("prompts", conditions, grid) for _ in range(num_images)]
         if any(self.end in row for row in rows):
@@ -146,7 +147,7 @@ class GlmImageModel(TextToImageModel):
         return self.lay_out(rows, [()] * len(rows), grid)
 
     def lay_out(self, rows: list[list[int]], sources: Sequence[Sequence[tuple[int, int]]], grid: Grid) -> ImageRequest:
-        """Build a request from rows of ids and, for each of them, the source pictures' (rows, columns)."""
+        """Build a request from rows of ids and, for each row, the (rows, columns) of its source pictures."""
         self._check_prompts(rows, grid)
         positions = [token_positions(row, sizes, self.start, grid) for row, sizes in zip(rows, sources, strict=True)]
         table = torch.nn.utils.rnn.pad_sequence(positions, batch_first=True).to(self.device)
@@ -160,7 +161,7 @@ class GlmImageModel(TextToImageModel):
     def check_decodes(self) -> None:
         raise ValueError(
             f"{self.facts.name} makes codes, and a DiT draws the picture: request output_type='latent', and "
-            "give out.prior_token_ids to GlmImagePipeline; or attach to it with paradec.accelerate(pipe, prior=...)"
+            "give out.prior_token_ids to GlmImagePipeline; or call paradec.accelerate(pipe, prior=...)"
         )
 
     # ---- prompts from the pipeline's processor ----------------------------------------------------------------------
@@ -168,8 +169,8 @@ class GlmImageModel(TextToImageModel):
     def insert_codes(self, ids: Tensor, grids: Tensor, counts: Tensor | None, pixels: Tensor | None) -> Tensor:
         """Replace the image placeholders in ids [B, L] by the codes of the source pictures.
 
-        grids: [G, 3] int64: time, rows and columns of every source and target, row by row of the batch.
-        counts: [B] int64: each row's number of pictures; None for one row. pixels: of the sources; None without any."""
+        grids: [G, 3] int64: time, rows and columns of each of G source and target pictures, in the order of the batch.
+        counts: [B] int64: each row's number of pictures; None for one row. pixels: the sources' pixels, or None."""
         if pixels is None:
             return ids
         model = self.module.model
@@ -182,8 +183,8 @@ class GlmImageModel(TextToImageModel):
     def read_grids(
         self, rows: list[list[int]], grids: Tensor, counts: Tensor | None
     ) -> tuple[PreviewGrid, list[list[tuple[int, int]]]]:
-        """Return the common grid, and the sizes of each row's source pictures; arguments as in `insert_codes`. Raises
-        ValueError if rows have different targets."""
+        """Return the grid of all rows' targets, and the sizes of each row's source pictures; arguments as in
+        `insert_codes`. Raises ValueError if rows have different targets."""
         sizes = [(int(height), int(width)) for _, height, width in grids.tolist()]
         per_row = [len(sizes)] if counts is None else counts.tolist()
         target_sets, sources, start = set(), [], 0
@@ -225,6 +226,6 @@ def load_glm_image(
         if os.path.isfile(os.path.join(folder, "processor_config.json")):
             from transformers import AutoProcessor
 
-            processor = AutoProcessor.from_pretrained(folder)  # a plain tokenizer would add no sizes to prompts
+            processor = AutoProcessor.from_pretrained(folder)  # a tokenizer would not add the picture's size to prompts
             break
     return GlmImageModel(module if device is None else module.to(device), processor)

@@ -20,7 +20,7 @@ class Grid:
 
     cells: ids of image tokens, in the order of the codebook: `cells[c]` is the id of code c.
     row_end: id after every row, or None. head, tail: ids before the first row and after the last.
-    Raises ValueError: an argument out of its range."""
+    Raises ValueError for an argument out of its range."""
 
     height: int
     width: int
@@ -45,7 +45,7 @@ class Grid:
 
     @property
     def stride(self) -> int:
-        """Offset from an image token to the one below it."""
+        """Offset from an image token to the image token below it."""
         return self.width + (self.row_end is not None)
 
     @property
@@ -69,11 +69,11 @@ class Grid:
 
     @cached_property
     def cell_offsets(self) -> Tensor:
-        """[height * width] int64: offsets of the image tokens, row by row."""
+        """[height * width] int64: offsets of the image tokens, in raster order."""
         return (self.layout < 0).nonzero().squeeze(1)
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """[V] bool: ids of image tokens. Raises ValueError for ids outside the vocabulary."""
+        """[vocab_size] bool: whether an id is an image token's. Raises ValueError for ids outside the vocabulary."""
         ids = [*self.cells, *self.head, *self.tail] + ([] if self.row_end is None else [self.row_end])
         if max(ids) >= vocab_size:
             raise ValueError(f"the grid holds id {max(ids)}, outside the vocabulary (0 to {vocab_size - 1})")

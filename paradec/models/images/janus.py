@@ -17,7 +17,7 @@ from paradec.models.images.text_to_image import TextToImageModel, load_pretraine
 class JanusModel(TextToImageModel):
     """The adapter of transformers' `JanusForConditionalGeneration`. For samplers, image ids are 0 to V - 1, and
     text id t (only in prompts) is V + t. In the guidance branch's prompt, padding replaces all ids except the
-    beginning-of-text and beginning-of-image ids. Without a tokenizer prompts are ids."""
+    beginning-of-text and beginning-of-image ids. Without a tokenizer, prompts must be ids."""
 
     defaults = {"guidance_scale": 5.0, "top_k": None, "temperature": 1.0, "top_p": None}
 

@@ -1,11 +1,10 @@
-"""LlamaGen (Sun et al., arXiv 2406.06525): a Llama with two-dimensional rotary angles, for codes row by row.
+"""LlamaGen (Sun et al., arXiv 2406.06525): a Llama with two-dimensional rotary angles that makes codes row by row.
 
 Parameter names are those of the published checkpoints. Unlike a plain Llama, the published code
 
-- rotates adjacent numbers of a head as pairs, half of them by the row and half by the column of the token's cell;
-- multiplies queries and keys of condition tokens by 0 (cosine and sine are 0), so every query scores them 0;
-- pads captions on the left. Here they are not padded, with equal results: angles depend only on the cell.
-"""
+- rotates pairs of adjacent components of a head: half of the pairs by the row, half by the column of the token's cell;
+- multiplies queries and keys of condition tokens by 0 (cosine and sine are 0), so their attention scores are 0;
+- pads captions on the left. `LlamaGen` does not pad them, with equal results: angles depend only on the cell."""
 
 from __future__ import annotations
 
@@ -52,11 +51,11 @@ class LlamaGenConfig:
     """Sizes of a LlamaGen.
 
     dim, n_layer, n_head: width, layers, heads (a head's width must be a multiple of 4).
-    n_kv_head: heads of keys and values; as many as queries by default.
-    ffn_dim: width of the feed-forward; by default 8/3 dim, rounded up to a multiple of `multiple_of`.
+    n_kv_head: heads of keys and values; None: `n_head`.
+    ffn_dim: width of the feed-forward; None: 8/3 dim, rounded up to a multiple of `multiple_of`.
     grid: codes along one side of the (square) training images.
-    condition: "c2i" (a class label; `num_classes` is unconditional) or "t2i" (features of a caption).
-    caption_dim, caption_length: for t2i: width of a feature, and maximum number of features of a caption."""
+    condition: "c2i" (a class label; label `num_classes` is unconditional) or "t2i" (features of a caption).
+    caption_dim, caption_length: for t2i, width of a feature and maximum number of features of a caption."""
 
     dim: int
     n_layer: int
@@ -199,9 +198,10 @@ class LlamaGen(nn.Module):
     def backbone(self, embeddings: Tensor, cells: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
         """Hidden states [R, Q, dim] before the output matrix.
 
-        embeddings: [R, Q, dim]. cells: [R, Q] int64: the raster index of each token's cell; negative for the condition.
-        mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's own tokens.
-        cache: `update(keys, values, layer)` returns keys and values [R, kv_heads, K, head_dim] to attend over."""
+        embeddings: [R, Q, dim] of R rows with Q tokens. cells: [R, Q] int64: the raster index of each token's cell;
+            negative for the condition.
+        mask: [R, 1, Q, K] bool, True where visible; None is causal over the call's Q tokens.
+        cache: `update(keys, values, layer)` returns keys and values [R, kv_heads, K, head_dim] to attend to."""
         rotation = angles(cells, self.config)
         x = embeddings
         for layer in self.layers:
@@ -214,14 +214,15 @@ class LlamaGen(nn.Module):
 
 
 def angles(cells: Tensor, config: LlamaGenConfig) -> Tensor:
-    """Rotations of pairs for cells [R, Q] (clamped): complex units [R, 1, Q, head_dim / 2]; 0 for the condition."""
+    """Rotations of pairs for cells [R, Q] (clamped to the grid): complex units [R, 1, Q, head_dim / 2]; for a condition
+    0."""
     table = _angles(config.grid, config.head_dim // 2, config.rope_base, cells.device)
     return embedding(cells.clamp(-1, len(table) - 2) + 1, table).unsqueeze(1)
 
 
 @lru_cache(maxsize=16)
 def _angles(grid: int, half: int, base: float, device: torch.device) -> Tensor:
-    """Rotations [1 + grid * grid, half] of the condition, then of all cells; cached, since every call reads them."""
+    """Rotations [1 + grid * grid, half] of the condition, then of all cells. Cached, since every call needs them."""
     with torch.inference_mode(False):  # gradients may flow through rotated tensors
         cells = torch.arange(grid * grid, device=device)
         frequency = base ** -(torch.arange(0, half, 2, device=device).float() / half)
@@ -246,7 +247,7 @@ class Format:
     required_weights: tuple[str, ...] = ()
     """Weights that this network must have and a LlamaGen lacks."""
     sizes: Callable[[Mapping[str, Tensor], LlamaGenConfig], dict[str, Any]] | None = None
-    """(weights, their `LlamaGenConfig`) -> the fields of `config` that differ from it."""
+    """Function (weights, `LlamaGenConfig` read from them) -> the fields of `config` that differ from it."""
     grid: int | None = None
     """The grid of all published files, if their names do not state it."""
     nested: tuple[str, ...] = NESTED
@@ -260,12 +261,13 @@ LLAMAGEN = Format("LlamaGen", LlamaGenConfig, LlamaGen)
 
 @dataclass(init=False, eq=False, repr=False)
 class LlamaGenModel(ImageModel):
-    """The adapter of LlamaGen. Prompt id `vocab_size + label` is a class; `vocab_size + j` the caption's feature j.
+    """The adapter of LlamaGen. Prompts are ids: for c2i, `vocab_size` + label; for t2i, `vocab_size` + j for a
+    caption's feature j.
 
     vq: its VQ autoencoder; None makes only tokens.
-    text_encoder: for t2i: (tokenizer, transformers' T5 encoder); None requires captions as features.
-    defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests, if not the published ones.
-    Raises ValueError: a codebook of another size than the network's vocabulary."""
+    text_encoder: for t2i, (tokenizer, transformers' T5 encoder); if None, captions must be given as features.
+    defaults: "guidance_scale", "temperature", "top_k", "top_p" of requests; replace the published defaults.
+    Raises ValueError if the codebook's size differs from the network's vocabulary."""
 
     default_name: ClassVar[str] = "LlamaGen"
     format: ClassVar[Format] = LLAMAGEN
@@ -274,9 +276,9 @@ class LlamaGenModel(ImageModel):
     module: LlamaGen
 
     _captions: Tensor | None = field(default=None, metadata=row_layout(axis=1))
-    """[2, B, T, dim]: a request's projected captions; index 1 is the unconditional branch."""
+    """[2, B, T, dim]: projected features of a request's captions; index 1 is the unconditional branch."""
     _prompt_length: Tensor | None = field(default=None, metadata=row_layout(axis=1))
-    """[2, B] int64: numbers of features; None for classes."""
+    """[2, B] int64: number of features of each caption; None for classes."""
 
     def __init__(
         self,
@@ -315,7 +317,7 @@ class LlamaGenModel(ImageModel):
         grid: int | None = None,
         n_head: int | None = None,
     ) -> Self:
-        """Read a LlamaGen. Raises CheckpointError for a wrong file or unknown sizes, ValueError for another codebook.
+        """Read a LlamaGen. Raises CheckpointError for a wrong file or unknown sizes, ValueError for an unfit codebook.
 
         source: a published `.pt` file, a `.safetensors` file with the same names, or a folder with `config.json`
             (`LlamaGenConfig`'s fields; "vq", the VQ's file; "defaults" of requests), `model.safetensors` and, to
@@ -327,7 +329,8 @@ class LlamaGenModel(ImageModel):
         return cls(*read_network(cls.format, source, vq, text_encoder, dtype, device, grid, n_head))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`conditions`: class labels (an int or several), or captions: texts or features [T, caption_dim]."""
+        """Make a request. conditions: class labels (an int or several) or captions (texts or features
+        [T, caption_dim])."""
         if negative_prompt is not None:
             raise ValueError("LlamaGen has no negative_prompt: its unconditional input is fixed; leave it out")
         vocab = self.facts.vocab_size
@@ -373,7 +376,7 @@ class LlamaGenModel(ImageModel):
         return [torch.as_tensor(features).to(self.device, self.dtype) for features in captions]
 
     def _encode(self, texts: list[str]) -> list[Tensor]:
-        """Encode captions in lower case, as in training; training also cleaned texts (of links, for example)."""
+        """Encode captions in lower case, as in training. (Training also removed links and the like.)"""
         tokenizer, encoder = self.text_encoder
         tokens = tokenizer(
             [text.strip().lower() for text in texts],
@@ -409,7 +412,7 @@ class LlamaGenModel(ImageModel):
         return torch.where(prompt.unsqueeze(-1), prompt_embeddings, tokens)
 
     def cells(self, query: Query) -> Tensor:
-        """[R, Q] int64: the raster index of each column's cell; negative for the condition's."""
+        """[R, Q] int64: the raster index of each column's cell; negative for the condition's columns."""
         # a class label is one token; captions differ in length
         start = 1 if self._prompt_length is None else self._prompt_length.flatten()[self._rows(query)].unsqueeze(1)
         return query.positions - start

@@ -113,7 +113,7 @@ def image_adapter(model_type: str) -> type[PictureModel]:
 def load_image_model(model_type: str, source: str, options: Mapping[str, Any], **common: Any) -> Any:
     """Load an image model. Raises ValueError for an option that its family does not have.
 
-    options: the user's image options. common: dtype, device, revision, for families that have them."""
+    options: the user's image options. common: dtype, device and revision; passed on if the loader accepts them."""
     loader = image_loader(model_type)
     assert loader is not None  # checked by the caller
     parameters = inspect.signature(loader).parameters.values()

@@ -1,8 +1,7 @@
 """LPD (Zhang et al., "Locality-aware Parallel Decoding", arXiv 2507.01957): codes of a picture in groups, in any order.
 
-Parameter names are those of the published checkpoints. Inputs are the class, tokens, and masks at positions to predict;
-the caller decides by a mask which inputs see each other.
-"""
+Parameter names are those of the published checkpoints. Inputs are the class, tokens, and mask tokens at positions to
+predict. An attention mask of the caller decides which inputs see each other."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ from paradec.models.weights import read_weights
 
 @dataclass(frozen=True)
 class LPDConfig:
-    """Sizes of an LPD. Raises ValueError for one out of its range.
+    """Sizes of an LPD. Raises ValueError for a size out of its range.
 
     dim, n_layer, n_head: width, layers, heads. inner: width of the feed-forward; by default 4 dim.
-    grid: codes along one side of a picture. vocab_size: codes.
-    num_classes: classes; the label `num_classes` is unconditional (for guidance)."""
+    grid: codes along one side of a picture. vocab_size: number of codes.
+    num_classes: number of classes; label `num_classes` is unconditional (for guidance)."""
 
     dim: int
     n_layer: int
@@ -101,8 +100,7 @@ class LPD(nn.Module):
 
         Args:
             ids: [R, Q] int64: a code, `vocab_size` for a mask, or `vocab_size` + 1 + a label.
-            positions: [R, Q] int64: 0 for the class, 1 + the cell for codes and masks; None adds no positions.
-        """
+            positions: [R, Q] int64: 0 for the class, 1 + the cell for codes and masks; None adds no positions."""
         codes, classes = self.config.vocab_size, self.config.num_classes
         label = (ids - codes - 1).unsqueeze(-1)
         class_embeddings = self.class_emb(label.squeeze(-1).clamp(0, classes - 1))
@@ -116,19 +114,18 @@ class LPD(nn.Module):
 
         Args:
             x: [R, Q, dim], from `embed`. mask: [R or 1, 1, Q, K] bool, True where visible; None shows everything.
-            cache: `update(keys, values, layer)` returns keys and values [R, heads, K, head width] to attend over.
-        """
+            cache: `update(keys, values, layer)` returns keys and values [R, heads, K, head width] to attend to."""
         for block in self.blocks:
             x = block(x, mask, cache)
         return self.norm(x)
 
     def forward(self, codes: Tensor, labels: Tensor, order: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Logits of all groups at once, as in training: [B, S, V] for S cells; entry r is cell `order[:, r]`.
+        """Logits of all groups at once, as in training: [B, S, V] for S cells and V codes; `[:, r]` is for cell
+        `order[:, r]`.
 
         Args:
-            codes: [B, S] int64, row by row. labels: [B] int64; `num_classes` is unconditional.
-            order: [B, S] int64: the cells from the first to the last. sizes: of the groups, S in all.
-        """
+            codes: [B, S] int64, in raster order. labels: [B] int64; label `num_classes` is unconditional.
+            order: [B, S] int64: the cells in the order of prediction. sizes: of the groups; their sum is S."""
         size, device = order.shape[1], order.device
         ends = torch.tensor(sizes, device=device).cumsum(0)
         group = torch.repeat_interleave(torch.arange(len(sizes), device=device), torch.tensor(sizes, device=device))
@@ -137,7 +134,8 @@ class LPD(nn.Module):
         masks = torch.full_like(order, self.config.vocab_size)
         ids = torch.cat((classes, codes.gather(1, order)[:, :num_known], masks), 1)
         positions = torch.cat((torch.zeros_like(classes), 1 + order[:, :num_known], 1 + order), 1)
-        # the class is group -1; tokens see tokens up to their group; masks see earlier tokens and masks of their group
+        # the class is group -1; tokens see tokens up to their group; masks see tokens of earlier groups, masks of
+        # theirs
         groups = torch.cat((group.new_full((1,), -1), group[:num_known], group))
         is_mask = torch.arange(len(groups), device=device) > num_known
         is_earlier = groups.unsqueeze(0) < groups.unsqueeze(1) + (~is_mask).unsqueeze(1)
@@ -159,9 +157,9 @@ class LPDModel(ImageModel):
     """The adapter of LPD. Ids below `vocab_size` are codes, `vocab_size` (`blank_id`) is a cell to predict, and
     `vocab_size` + 1 + a label is a class. A prompt is one class.
 
-    vq: its VQ autoencoder (LlamaGen's); with None only codes are made.
-    defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`.
-    Raises TypeError: another kind of module. ValueError: another codebook than the network's, or an unknown default."""
+    vq: its VQ autoencoder (LlamaGen's); None makes only codes.
+    defaults: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p` of requests.
+    Raises TypeError for another kind of module, ValueError for an unfit codebook or an unknown default."""
 
     makes = "grouped image"
     family = "groups"
@@ -187,7 +185,8 @@ class LPDModel(ImageModel):
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
-        """As in the base class, with the authors' guidance for this number of groups, and 1 for unpublished sizes."""
+        """As in the base class, with the authors' guidance for this number of groups, or else for the default number of
+        groups; 1 for unpublished sizes."""
         fields = super().defaults_with(sampler)
         if fields.get("guidance_scale") is None:
             cells = self.module.config.grid**2
@@ -232,14 +231,15 @@ class LPDModel(ImageModel):
             return ranked_logits(self.module, query, store)
 
     def in_any_order(self, branches: int) -> LPDModel:
-        """Return the model as an any-order model: a row is the class, then all cells; `blank_id` is undecided."""
+        """Return a copy for any-order samplers: a row is the class, then all cells; `blank_id` marks undecided
+        cells."""
         facts = replace(self.facts, vocab_size=self.blank_id + 1, mask_token_id=self.blank_id)
         return self._copy_with(facts=facts, any_order=True, first_position=1, branches=branches)
 
     branches = 1
 
     def keep_decided(self, rows: int, length: int) -> Any:
-        """Make a store for `rows` rows of each branch; a slot is a rank of the order."""
+        """Make a store for `rows` rows of each branch. A cell's keys are in the slot of its rank in the order."""
         return self.make_store(self.branches * rows, length)
 
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
@@ -281,22 +281,22 @@ def load_lpd(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> LPDModel:
-    """Read an LPD. Raises CheckpointError for a wrong file or unknown heads, ValueError for a wrong argument or
-    codebook.
+    """Read an LPD. Raises CheckpointError for a wrong file or an unknown number of heads, ValueError for a wrong
+    argument or codebook.
 
     source: a published `.pth` file (only its tensors are read), a `.safetensors` file with the same names, or a folder
         with `config.json` (`n_head` and other fields of `LPDConfig`; "vq", the VQ's file; "defaults" of requests) and
         `model.safetensors`.
     vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), if the folder states none.
-    grid: codes along one side, to which the file's positions are resized.
-    n_head: heads; known from the width for the published models.
+    grid: codes along one side; the file's position embeddings are resized to it.
+    n_head: number of heads; None: that of the published model of the same width.
     dtype: of the network's parameters; float32 by default."""
     check_int("grid", grid, low=1, none=True)
     check_int("n_head", n_head, low=1, none=True)
     name, path, fields, vq = find_files(source, "vq", vq)
     weights = read_weights(path)[0]
     config = _config(path, weights, fields, n_head)
-    with torch.device("meta"):  # its weights are the file's
+    with torch.device("meta"):  # the file's weights replace these
         module = LPD(config)
     check_fit(module.state_dict(), weights, str(path), "an LPD")
     if grid is not None and grid != config.grid:
@@ -309,7 +309,7 @@ def load_lpd(
 
 
 def resize_positions(pos_embed: Tensor, grid: int) -> Tensor:
-    """Resize position embeddings [1, 1 + cells, dim] to `grid` x `grid` cells, bicubically; the class's stays."""
+    """Resize position embeddings [1, 1 + cells, dim] to `grid` x `grid` cells, bicubically, except the class's."""
     side = math.isqrt(pos_embed.shape[1] - 1)
     cells = pos_embed[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
     cells = interpolate(widen(cells), (grid, grid), mode="bicubic", align_corners=False)
@@ -340,11 +340,11 @@ def _config(path: Path, weights: Mapping[str, Tensor], fields: Mapping[str, Any]
 
 
 def ranked_logits(module: Any, query: RankedQuery, store: Any) -> Tensor:
-    """Guided logits [N, W, V + 1] of the query's N rows and W columns `wanted`, each given the tokens of lower rank:
-    -inf for the mask id, 0 in padding. A token sees tokens up to its own rank; a wanted column sees tokens of lower
-    rank and itself. Keys and values are stored by rank.
+    """Guided logits [N, W, V + 1] of the query's N rows, at the W columns `query.wanted`; -inf for the mask id, 0 in
+    padding. A token sees tokens up to its rank; a wanted column sees tokens of lower rank and itself. Keys and values
+    are stored by rank.
 
-    module: with `config`, `embed`, `backbone` and `logits` as in `paradec.models.images.lpd.LPD`."""
+    module: has `config`, `embed`, `backbone` and `logits` as in `LPD`."""
     assert query.wanted is not None and query.store is not None and query.store.index is not None
     blank, rows = module.config.vocab_size, query.store.index
     is_decided = query.tokens != blank

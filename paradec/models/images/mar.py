@@ -1,8 +1,7 @@
 """MAR (Li et al., arXiv 2406.11838): a masked autoencoder over continuous image tokens, which a diffusion head draws.
 
-Parameter names are those of the published checkpoints. Encoder and decoder run over any subset of the positions, with
-the other positions' keys and values from an earlier evaluation (ReCAP, arXiv 2505.19089).
-"""
+Parameter names are those of the published checkpoints. Encoder and decoder can evaluate any subset of the positions,
+with the keys and values of other positions from an earlier evaluation (ReCAP, arXiv 2505.19089)."""
 
 from __future__ import annotations
 
@@ -54,11 +53,10 @@ class MAR(nn.Module):
 
     Args:
         side: tokens per side of the image. channels: of a token. width, depth, heads: of encoder and decoder each.
-        classes: their number; the label `classes` is unconditional (for guidance).
-        buffer: number of class tokens, which precede the image's.
+        classes: number of classes; the label `classes` is unconditional (for guidance).
+        buffer: number of class tokens, which precede the image's tokens.
         head_depth, head_width: residual blocks of the diffusion head, and their width.
-        eps: of the blocks' norms. decoder_depth: by default `depth`.
-    """
+        eps: of the blocks' norms. decoder_depth: by default `depth`."""
 
     def __init__(
         self,
@@ -103,12 +101,12 @@ class MAR(nn.Module):
     def encode(
         self, tokens: Tensor, positions: Tensor, labels: Tensor, past: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """Encode known tokens: [R, N, width] (with `buffer`, class tokens are prepended), and their keys and values.
+        """Encode N known tokens in R rows: [R, N, width], with class tokens prepended if `buffer`. Also return keys and
+        values.
 
         Args:
-            tokens: [R, N, channels]. positions: [R, N] int64, in the image, row by row. labels: [R] int64.
-            past: keys and values of other tokens to attend to. buffer: whether to evaluate the class tokens too.
-        """
+            tokens: [R, N, channels]. positions: [R, N] int64, in the image, in raster order. labels: [R] int64.
+            past: keys and values of other tokens to attend to. buffer: whether to evaluate the class tokens too."""
         position = self.encoder_pos_embed_learned[0]
         x = self.z_proj(tokens) + position[self.buffer + positions]
         if buffer:
@@ -121,18 +119,18 @@ class MAR(nn.Module):
     def decode(
         self, encoded: Tensor, columns: Tensor, positions: Tensor, past: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """Compute the diffusion head's conditions [R, M, width] at any positions, and keys and values (of class tokens
+        """Compute the diffusion head's conditions [R, M, width] at M positions, and keys and values (class tokens come
         first).
 
         Args:
             encoded: from `encode` with the same `buffer`. columns: [R, N] int64: the tokens' indices in `positions`.
-            positions: [R, M] int64, in the image; those without a token are masks. past, buffer: as for `encode`.
-        """
+            positions: [R, M] int64, in the image; the input is a mask at those not in `columns`. past, buffer: as for
+                `encode`."""
         position = self.decoder_pos_embed_learned[0]
         x = self.decoder_embed(encoded)
         start = self.buffer if buffer else 0
         image = self.mask_token.expand(len(positions), positions.shape[1], -1)
-        # under autocast, x has another dtype than the parameter
+        # under autocast, the dtype of x differs from the parameter's
         image = image.scatter(1, columns.unsqueeze(-1).expand(-1, -1, image.shape[-1]), x[:, start:].to(image.dtype))
         image = image + position[self.buffer + positions]
         if buffer:
@@ -142,7 +140,7 @@ class MAR(nn.Module):
 
 
 class GroupStore:
-    """Keys and values of a call's columns by layer (`keys`). The columns also attend to those in `past`."""
+    """Keys and values of a call's columns by layer (`keys`). The columns also attend to the keys in `past`."""
 
     def __init__(self, past: Keys | None):
         self.past = past
@@ -175,10 +173,10 @@ class MARFacts:
 class MARModel(PictureModel, Adapter):
     """The adapter of a `MAR`.
 
-    vae: a `paradec.models.images.vq.KLDecoder`; with None only latents are made.
-    defaults: of requests: `steps`, `guidance_scale`.
-    Raises TypeError: another kind of module. ValueError: latents of another width than the tokens', an unknown default.
-    """
+    vae: a `paradec.models.images.vq.KLDecoder`; None makes only latents.
+    defaults: `steps` and `guidance_scale` of requests.
+    Raises TypeError for another kind of module, ValueError if the VAE's width is not the tokens' or for an unknown
+    default."""
 
     makes = "continuous image"
     family = "continuous"
@@ -232,7 +230,8 @@ class MARModel(PictureModel, Adapter):
             return ContinuousAnswer(distribution.mean, conditions, reused_keys, distribution)
 
     def _select_reused_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> ReusedKeys:
-        """Keys and values of a full step, without the positions `drop` [R, U] of its group."""
+        """Select keys and values of a full step for later calls: of the decoder without positions `drop` [R, U], of the
+        class tokens only with `keep_buffer`."""
         num_buffer, num_positions = self.module.buffer, self.module.positions
         dropped = torch.zeros(len(drop), num_positions, dtype=torch.int, device=drop.device).scatter(1, drop, 1)
         index = num_buffer + dropped.argsort(dim=1, stable=True)[:, : num_positions - drop.shape[1]]
@@ -251,9 +250,9 @@ class MARModel(PictureModel, Adapter):
         """Raise ValueError unless `draft` makes the same kind of tokens as this model."""
         draft_name, name = draft.facts.name, self.facts.name
         for field, unit in (("positions", "tokens"), ("channels", "channels"), ("classes", "classes")):
-            size, count = getattr(draft.module, field), getattr(self.module, field)
-            if size != count:
-                raise ValueError(f"draft {draft_name} has {size} {unit}, {name} has {count}; they must be equal")
+            draft_count, count = getattr(draft.module, field), getattr(self.module, field)
+            if draft_count != count:
+                raise ValueError(f"draft {draft_name} has {draft_count} {unit}, {name} has {count}; they must be equal")
         if draft.device != self.device:
             raise ValueError(f"draft {draft_name} is on {draft.device}, {name} on {self.device}; use one device")
         if self.vae is not None and draft.vae is not None and not have_same_latents(self.vae, draft.vae):

@@ -1,5 +1,7 @@
-"""The multi-scale VQ autoencoder of VAR (Tian et al., arXiv 2404.02905, section 3.2, algorithms 1 and 2): a picture is
-a pyramid of code maps, each coding the residual of the coarser ones. One autoencoder serves any list of scales."""
+"""The multi-scale VQ autoencoder of VAR (Tian et al., arXiv 2404.02905, section 3.2, algorithms 1 and 2). A picture is
+a pyramid of code maps; each codes the residual of the coarser maps. One autoencoder serves any list of scales.
+
+`B` pictures, `V` codes of width `C`, feature maps with sides of `s`."""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from paradec.models.images.vq import Codebook, ConvDecoder, ConvEncoder, VQConfi
 from paradec.models.weights import read_weights
 
 CONVOLUTIONS = 4
-"""Number of convolutions that smooth the upsampled codes; neighbouring scales share one."""
+"""Number of convolutions that smooth the upsampled codes; neighbouring scales share a convolution."""
 PUBLISHED_SCALES = {256: (1, 2, 3, 4, 5, 6, 8, 10, 13, 16), 512: (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)}
 """Sides of the code maps of the published models, by the side of their pictures in pixels."""
 UNUSED = re.compile(r"^quantize\.ema_vocab_hit_SV$|^loss\.")
@@ -61,7 +63,7 @@ class Smoothing(nn.Module):
 
 
 class MultiScaleCodebook(Codebook):
-    """The codes and the smoothing that all scales share."""
+    """The codes and the smoothing, which all scales share."""
 
     def __init__(self, size: int, dim: int):
         super().__init__(size, dim, l2_norm=False)
@@ -88,7 +90,7 @@ class MultiScaleVQ(nn.Module):
         return self.quantize.codes
 
     def add(self, features: Tensor, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
-        """Add the codes [B, n * n, C], row by row, of scale `index` with side n to features [B, C, s, s]."""
+        """Add codes [B, n * n, C], in raster order, of scale `index` with side n to features [B, C, s, s]."""
         return features + self.smooth_codes(codes, index, scales)
 
     def smooth_codes(self, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
@@ -100,7 +102,7 @@ class MultiScaleVQ(nn.Module):
         return self.quantize.quant_resi(grid, index / max(len(scales) - 1, 1))
 
     def downsample(self, features: Tensor, side: int) -> Tensor:
-        """Average features [B, C, s, s] over areas -> the input of a scale, [B, side * side, C]."""
+        """Average features [B, C, s, s] over areas: the input [B, side * side, C] of the scale with this side."""
         return rearrange(interpolate(features, size=(side, side), mode="area"), "b c h w -> b (h w) c")
 
     def features(self, images: Tensor) -> Tensor:
@@ -128,8 +130,8 @@ class MultiScaleVQ(nn.Module):
         return self.quantise(self.features(images), scales)
 
     def inputs(self, codes: Tensor, scales: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Teacher forcing: code vectors of all scales [B, L, C] -> the inputs of all scales except the first [B, L - 1,
-        C] (fewer if `codes` has only the first scales), and the features [B, C, s, s]."""
+        """Compute the inputs for teacher forcing: code vectors of all scales [B, L, C] -> inputs of all scales except
+        the first [B, L - 1, C], and features [B, C, s, s]. If `codes` has only some scales, there are fewer inputs."""
         features = codes.new_zeros(len(codes), codes.shape[-1], scales[-1], scales[-1])
         outputs, begin = [], 0
         for index, side in enumerate(scales):
@@ -175,7 +177,7 @@ def load_multi_scale_vq(source: str | os.PathLike[str], norm_groups: int | None 
     """Read a published file (`vae_ch160v4096z32.pth`), or safetensors with the same names. Raises CheckpointError for a
     wrong file.
 
-    norm_groups: groups of the group norms; None reads the safetensors metadata, else 32."""
+    norm_groups: groups of the group norms; None: the number in the safetensors metadata, or else 32."""
     state, metadata = read_weights(source, UNUSED.pattern)
     state = from_published({name: tensor for name, tensor in state.items() if not UNUSED.search(name)})
     stored_config = metadata.get("config", {})

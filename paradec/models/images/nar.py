@@ -1,5 +1,5 @@
-"""NAR (He et al., arXiv 2503.10696): LlamaGen with one more layer and head, for pictures diagonal by diagonal.
-LlamaGen's head predicts a cell's right neighbour, the new head (`medusa_*`, as published) the lower neighbour."""
+"""NAR (He et al., arXiv 2503.10696): LlamaGen with one more layer and head, which makes pictures diagonal by diagonal.
+LlamaGen's head predicts a cell's right neighbour; the new head (`medusa_*`, as published) predicts the lower one."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class NARModel(LlamaGenModel):
     """The adapter of NAR. Conditions, prompt ids and arguments are those of `LlamaGenModel`. A call returns logits
     [R, W, 2, V] of the right and the lower neighbour. A cell sees the condition and all cells up to its own diagonal.
 
-    The public code accepts files without a second head, and initialises it at random. Here such files raise an error
-    (the authors' link to the 256-pixel text model leads to LlamaGen's file)."""
+    The public code accepts files without a second head, and initialises it at random. `load_nar` raises an error for
+    such files. (The authors' link to the 256-pixel text model leads to LlamaGen's file.)"""
 
     makes = "neighbour image"
     family = "groups"
@@ -71,7 +71,7 @@ class NARModel(LlamaGenModel):
 
     @property
     def hidden_size(self) -> int:
-        """Width of the joined hidden states of both heads: the right neighbour's, then the lower neighbour's."""
+        """Width of the concatenated hidden states of both heads: the right neighbour's, then the lower neighbour's."""
         return 2 * self.module.config.dim
 
     def _backbone(self, embeddings: Tensor, query: Query, mask: Tensor | None, cache: Any) -> Tensor:
@@ -81,7 +81,7 @@ class NARModel(LlamaGenModel):
         return self.module.head(hidden.unflatten(-1, (2, -1)))
 
     def _visible(self, query: Query, store: Any = None) -> Tensor:
-        """[R, 1, Q, Q] bool: the call's columns that each column sees."""
+        """[R, 1, Q, Q] bool: which of the call's columns each column sees."""
         rank = self._rank(query, query.positions)
         visible = rank.unsqueeze(-1) >= rank.unsqueeze(-2)
         if query.valid is not None:
@@ -97,7 +97,7 @@ class NARModel(LlamaGenModel):
         return visible.unsqueeze(1) if mask is None else visible.unsqueeze(1) & mask
 
     def _rank(self, query: Query, positions: Tensor) -> Tensor:
-        """[R, K] int64: the diagonals of positions [R, K]; for the condition, ascending negative numbers."""
+        """[R, K] int64: the diagonal of each of `positions` [R, K]; for the condition, ascending negative numbers."""
         cells = positions - (query.positions - self.cells(query))[:, :1]
         side = self.module.config.grid
         return torch.where(cells < 0, cells, cells // side + cells % side)

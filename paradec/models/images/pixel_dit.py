@@ -23,8 +23,7 @@ class PixelDiTPipeline(DiffusionPipeline):
     """Pictures from class labels: `PixelDiTPipeline.from_pretrained(folder)`.
 
     Args:
-        transformer: a `DiTTransformer2DModel` over images in [-1, 1]; a learned variance in its output is dropped.
-    """
+        transformer: a `DiTTransformer2DModel` over images in [-1, 1]; a learned variance in its output is dropped."""
 
     model_cpu_offload_seq = "transformer"
 

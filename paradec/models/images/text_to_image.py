@@ -25,7 +25,7 @@ class TextToImageModel(ImageModel):
     `head`.
 
     module: transformers' `...ForConditionalGeneration`. vocab_size: number of output ids.
-    tokenizer: of the checkpoint; None requires prompts of ids."""
+    tokenizer: of the checkpoint; if None, prompts must be ids."""
 
     conditions = "prompts"
     cells: Sequence[int]
@@ -73,8 +73,8 @@ class TextToImageModel(ImageModel):
     # ---- shared ---------------------------------------------------------------------------------------------------
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """`conditions`: captions, one or several; or rows of the tokenizer's ids of complete prompts, up to the
-        picture's first token. `negative_prompt`: of the same form, one for all or one for each."""
+        """Make a request. conditions: one or several captions, or rows of the tokenizer's ids of complete prompts, up
+        to the picture's first token. negative_prompt: of the same form, one for all or one for each."""
         rows = self._rows("prompts", conditions, grid)
         if negative_prompt is None:
             uncond_rows = [self._unconditional(row, grid) for row in rows]
@@ -143,7 +143,7 @@ class TextToImageModel(ImageModel):
         ).last_hidden_state
 
     def _positions(self, query: Query) -> Tensor:
-        """The backbone's position ids for the columns [R, Q] of a call."""
+        """The backbone's position ids for a call's columns, by default [R, Q]."""
         return query.positions
 
     def _codes_of_ids(self, table: Tensor, cells: Sequence[int]) -> Tensor:
@@ -154,7 +154,7 @@ class TextToImageModel(ImageModel):
 
 
 def order_ids(codes: dict[int, int], size: int, name: str) -> tuple[int, ...]:
-    """Ids in the order of the codebook, from {code: id}. Raises ValueError for a code without an id."""
+    """Convert {code: id} to ids in the order of the codebook. Raises ValueError for a code without an id."""
     missing = [code for code in range(size) if code not in codes]
     if missing:
         raise ValueError(f"{name} has no token for code {missing[0]} of {size}")
@@ -167,7 +167,7 @@ def load_pretrained(
     """Read (module, tokenizer) of transformers' class `architecture` from a folder or hub repository with safetensors.
     Raises CheckpointError for a checkpoint that cannot be read, or weights that are missing or of a wrong dtype.
 
-    unused: a pattern of the names of weights that may be missing, since nothing reads them."""
+    unused: a pattern of the names of weights that are not used, and so may be missing."""
     import transformers
 
     from paradec.models.checkpoint import (
@@ -195,7 +195,7 @@ def load_pretrained(
             f"the weights of {name!r} do not fit config.json: {format_problems({'missing': missing})}"
         )
     if not any(fetch(name, file, revision) for file in VOCABULARIES):
-        return module, None  # for some models transformers would build a tokenizer without a vocabulary
+        return module, None  # transformers might build a tokenizer without a vocabulary
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError):

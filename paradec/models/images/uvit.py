@@ -1,8 +1,7 @@
 """The U-ViT of the MaskGIT-r checkpoints (AutoNAT, ReCAP): transformer blocks with long skip connections over a class
 token and image tokens. Parameter names are those of the files. diffusers' `UVit2DModel` is another network.
 
-All samplers of masked text models decode it (Chang et al., "MaskGIT", arXiv 2202.04200).
-"""
+All samplers of masked text models decode it (Chang et al., "MaskGIT", arXiv 2202.04200)."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class UViT(nn.Module):
     codebook_size is the mask, codebook_size + 1 + c is class c. A mask at position 0 means the null class (for
     guidance), which is the last class.
 
-    size: tokens per side. codebook_size: number of image ids. classes: their number, including the null class.
+    size: tokens per side. codebook_size: number of image ids. classes: number of classes, including the null class.
     width, depth, heads: of the transformer; depth is the number of blocks besides the middle one, half on each side."""
 
     def __init__(
@@ -136,7 +135,7 @@ class Embeddings(nn.Module):
 
 
 class SkipBlock(Block):
-    """A block after the middle one. Its input is joined with the output of its counterpart before the middle."""
+    """A block after the middle one. Its input is concatenated with the output of its counterpart before the middle."""
 
     def __init__(self, width: int, heads: int, layer: int):
         super().__init__(width, heads, layer, bias=False)
@@ -158,7 +157,7 @@ class Head(nn.Module):
 
 
 class UViTModel(Decoder):
-    """The adapter of a `UViT`: a prompt is one class token, an answer all image tokens, by default as one block."""
+    """The adapter of a `UViT`. A prompt is one class token; an answer is all image tokens, by default one block."""
 
     makes = "codes"
     has_head = True
@@ -213,10 +212,10 @@ def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
 
 class MaskedImageModel(PictureModel, UViTModel):
     """A `UViTModel` whose answers are all codes of a picture, as one block. Guidance masks the class token. Raises
-    ValueError for another codebook than the network's, or an unknown default.
+    ValueError for an unfit codebook or an unknown default.
 
-    module: the network, whose last class is the null class. vq: its VQ autoencoder; with None only codes are made.
-    defaults: of requests: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p`."""
+    module: the network, whose last class is the null class. vq: its VQ autoencoder; None makes only codes.
+    defaults: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p` of requests."""
 
     makes = "masked image"
     family = "masked"

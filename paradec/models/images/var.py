@@ -1,7 +1,6 @@
 """VAR (Tian et al., "Visual Autoregressive Modeling", arXiv 2404.02905): pictures scale by scale, one scale per step.
 
-Parameter names are those of the published checkpoints (`var_d16.pth` to `var_d36.pth`).
-"""
+Parameter names are those of the published checkpoints (`var_d16.pth` to `var_d36.pth`)."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ MAX_LOG_QUERY_FACTOR = math.log(100)
 """Bound of `scale_mul_1H11`, the logarithm of the factor of normalised queries."""
 DEFAULTS = {"guidance_scale": 1.0, "temperature": 1.0, "top_k": None, "top_p": None}
 PUBLISHED_DEFAULTS = {"guidance_scale": 2.5, "top_k": 900, "top_p": 0.96}
-"""Settings of the authors' figures. Their cfg of 1.5 is a guidance scale of 2.5 here (`1 + cfg`)."""
+"""Settings of the authors' figures; their cfg of 1.5 corresponds to guidance_scale = 1 + cfg."""
 
 
 def scale_ends(scales: Sequence[int]) -> list[int]:
-    """Numbers of tokens up to the end of each scale; the last is `L`."""
+    """Number of tokens up to the end of each scale; the last is the number of all tokens."""
     return list(accumulate(side**2 for side in scales))
 
 
@@ -83,14 +82,14 @@ class ScaleQuery:
     rows: np.ndarray
     """[B] int64, on the host."""
     inputs: Tensor
-    """[B, n, C]: the inputs of these scales without scale 0, whose input is the class."""
+    """[B, n, C]: inputs of the evaluated scales except scale 0, whose input is the class. C is the codes' width."""
     labels: Tensor
     """[B] int64."""
     first: int
     last: int
     """The scale whose logits are returned."""
     store: ScaleStore
-    """Holds the scales before `first`; the call appends its own."""
+    """Holds the scales before `first`; the call appends the evaluated scales."""
     branches: int = 1
     wanted: int = 1
     """Number of branches whose logits are returned."""
@@ -99,21 +98,21 @@ class ScaleQuery:
     is_draft: bool = False
     """Whether the drafter answers the query, not the model."""
     forwarded: np.ndarray | None = None
-    """[B] int64, on the host: positions evaluated for each row in one branch."""
+    """[B] int64, on the host: number of positions evaluated for each row in one branch."""
     kind: str = "window"
     positions: Tensor | None = field(default=None)
-    """[B, n] int64: positions evaluated, for traces."""
+    """[B, n] int64: evaluated positions, for traces."""
 
 
 @dataclass
 class ScaleAnswer:
     logits: Tensor
-    """[wanted * B, n, V] of the last scale."""
+    """[wanted * B, n, V]: logits of the query's last scale, of n tokens."""
     codes: Tensor
     """[V, C]: the codebook."""
     add_scale: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor | None]]
-    """Add a scale: (features [B, C, s, s], code vectors [B, n, C], scale) -> new features, and the next scale's input
-    [B, n', C], None after the last."""
+    """Function (features [B, C, s, s], code vectors [B, n, C] of a scale, its index) -> features with this scale, and
+    the input [B, n', C] of the next scale (None after the last scale)."""
 
 
 class VAR(nn.Module):
@@ -124,8 +123,7 @@ class VAR(nn.Module):
         classes: number of classes; label `classes` is unconditional (for guidance).
         codebook_size, code_dim: of the VQ autoencoder. mlp_ratio: feed-forward width divided by `width`.
         shared_adaln: whether one layer modulates all blocks (the 512-pixel model); otherwise each block has a layer.
-        l2_norm: whether queries and keys are normalised (all published models).
-    """
+        l2_norm: whether queries and keys are normalised (all published models)."""
 
     def __init__(
         self,
@@ -169,8 +167,8 @@ class VAR(nn.Module):
         return self.ends[scale - 1] if scale else 0
 
     def embed(self, condition: Tensor, inputs: Tensor, first: int, last: int) -> Tensor:
-        """Embed scales `first` to `last` -> [R, n, width]. condition: [R, width], of the class. inputs: [R, n',
-        code_dim] of these scales without scale 0."""
+        """Embed the n tokens of scales `first` to `last`: [R, n, width]. condition: [R, width] of the class. inputs:
+        [R, n', code_dim] of the n' tokens that are not in scale 0."""
         begin, stop = self.begin(first), self.ends[last]
         x = self.word_embed(inputs)
         if first == 0:
@@ -186,7 +184,8 @@ class VAR(nn.Module):
         )
 
     def visible(self, first: int, last: int) -> Tensor | None:
-        """[n, begin + n] bool: tokens of these scales see their own and coarser scales; None sees everything."""
+        """Mask [n, begin + n] bool for the n tokens of scales `first` to `last`, which see their own and coarser
+        scales. None means that all tokens are visible."""
         if first == last:
             return None
         levels = self.levels(0, self.ends[last])
@@ -205,11 +204,10 @@ class VAR(nn.Module):
         """Evaluate scales `first` to `last` (by default all): logits [R, n, V], or [wanted, side * side, V].
 
         Args:
-            labels: [R] int64; `classes` is unconditional. inputs: [R, n', code_dim], of these scales without scale 0.
-            store: has the scales before `first`; the call appends its own.
-            wanted: return logits of the first `wanted` rows and the last scale only; None returns all.
-            masked: whether finer scales of the call are hidden from coarser ones, as in training.
-        """
+            labels: [R] int64; label `classes` is unconditional. inputs: [R, n', code_dim] of the scales except scale 0.
+            store: has the scales before `first`; the call appends the evaluated scales.
+            wanted: return only logits of the first `wanted` rows and the last scale; None: of all rows and scales.
+            masked: whether finer scales of the call are hidden from coarser ones, as in training."""
         last = len(self.scales) - 1 if last is None else last
         condition = self.class_emb(labels)
         x = self.embed(condition, inputs, first, last)
@@ -346,7 +344,7 @@ class VARModel(ScalePictures, Adapter):
 
     vq: its multi-scale VQ autoencoder. Sampling needs it: the codes of a scale are the input of the next one.
     defaults: defaults of requests: `guidance_scale`, `temperature`, `top_k`, `top_p`.
-    Raises TypeError: another kind of module. ValueError: the codebook does not fit the network, an unknown default."""
+    Raises TypeError for another kind of module, ValueError for an unfit codebook or an unknown default."""
 
     makes = "scale image"
     family = "scales"
@@ -386,8 +384,8 @@ class VARModel(ScalePictures, Adapter):
         return ScaleAnswer(logits, self.codes, self.add_scale)
 
     def store(self, rows: int, scales: int) -> ScaleStore:
-        """Make an empty store for the first `scales` scales. rows: rows of a call, times its branches. Under autocast
-        keys are rounded to the parameters' dtype when stored."""
+        """Make an empty store for the first `scales` scales. rows: (rows of a call) * (its branches). Under autocast,
+        stored keys are rounded to the parameters' dtype."""
         module = self.module
         length = module.begin(scales)
         return ScaleStore(
@@ -437,8 +435,8 @@ def load_var(
     source: the file, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and optionally `vq`,
         the autoencoder's file, and `defaults` of requests.
     vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), if the folder states none.
-    scales: sides of the code maps; known from the weights for the published models (680 or 2240 tokens).
-    heads: by default as in `scale_mul_1H11`, else width // 64.
+    scales: sides of the code maps; inferred from the weights of the published models (680 or 2240 tokens).
+    heads: number of heads; None: that of the weight `scale_mul_1H11`, or width // 64 without this weight.
     dtype: of the network's parameters; float32 by default."""
     module, vq, name, fields, is_published = read_network(VAR, "VAR", source, vq, scales, heads, dtype, device)
     return VARModel(module, vq, (PUBLISHED_DEFAULTS if is_published else {}) | fields.get("defaults", {}), name)
@@ -460,8 +458,8 @@ def read_network(
     """Read the parts of the adapter of a VAR or its student: network, VQ, name of the model, fields of config.json, and
     whether the scales were inferred from the weights. Raises as `load_var`.
 
-    kind: the network's name in messages. extra: further weights that a VAR lacks. nested: as for `read_weights`.
-    to_var_weights: converts the weights to the sizes of a VAR's, for `read_sizes`."""
+    kind: the network's name in messages. extra: names of required weights that a VAR lacks. nested: as in
+    `read_weights`. to_var_weights: converts the weights to those of a VAR, for `read_sizes`."""
     name, path, fields, vq = find_files(source, "vq", vq)
     if vq is None:
         raise CheckpointError(f"{name} needs its multi-scale VQ: give vq=..., the file vae_ch160v4096z32.pth")
@@ -486,7 +484,7 @@ def read_network(
 def read_sizes(
     weights: Mapping[str, Tensor], scales: Sequence[int] | None = None, heads: int | None = None
 ) -> dict[str, Any]:
-    """Infer the sizes of a `VAR` from its weights, and `scales` and `heads` if they are None. Raises KeyError for a
+    """Infer the arguments of `VAR` from its weights; `scales` and `heads` only if they are None. Raises KeyError for a
     missing tensor, ValueError for scales that do not fit."""
     length, width = weights["pos_1LC"].shape[1:]
     if scales is None:

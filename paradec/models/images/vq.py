@@ -2,8 +2,7 @@
 
 Esser et al., "Taming Transformers", arXiv 2012.09841, with the normalised codebook of Yu et al., arXiv 2110.04627, as
 in LlamaGen (2406.06525), whose parameter names are used. `KLDecoder` is the decoding half of latent diffusion's KL
-autoencoders (Rombach et al., arXiv 2112.10752; MAR's `kl16.ckpt`): the same layers without a codebook.
-"""
+autoencoders (Rombach et al., arXiv 2112.10752; MAR's `kl16.ckpt`): the same layers without a codebook."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from paradec.models.weights import read_weights
 class VQConfig:
     """Sizes of a VQ autoencoder; the defaults are LlamaGen's `vq_ds16`.
 
-    codebook_size, codebook_embed_dim: number of codes, and numbers in a code vector.
+    codebook_size, codebook_embed_dim: number of codes, and width of a code vector.
     l2_norm: whether codes and latents are compared on the unit sphere, and codes normalised when looked up.
     channels, channel_mult: level i has channels * channel_mult[i] feature maps, at half the resolution of level i - 1.
     res_blocks: blocks in a level of the encoder; a level of the decoder has one more.
@@ -76,7 +75,7 @@ class VQConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> VQConfig:
-        """Inverse of `to_dict`. Raises ValueError for an unknown field, or one out of its range."""
+        """Inverse of `to_dict`. Raises ValueError for an unknown field or a value out of its range."""
         for name in data:
             if name not in cls.__dataclass_fields__:
                 raise ValueError(unknown_name("field of a VQ configuration", name, cls.__dataclass_fields__))
@@ -88,7 +87,8 @@ PUBLISHED = {
     "vq_ds8": VQConfig(channel_mult=(1, 2, 2, 4)),
     "chameleon": VQConfig(codebook_size=8192, codebook_embed_dim=256, l2_norm=False, attention=False),
 }
-"""LlamaGen's (vq_ds16_c2i.pt, vq_ds16_t2i.pt, vq_ds8_c2i.pt) and Chameleon's (vqgan.ckpt; Anole and Lumina-mGPT)."""
+"""LlamaGen's (vq_ds16_c2i.pt, vq_ds16_t2i.pt, vq_ds8_c2i.pt), and Chameleon's vqgan.ckpt (also of Anole,
+Lumina-mGPT)."""
 
 
 class ResidualBlock(nn.Module):
@@ -148,7 +148,7 @@ def _middle(width: int, groups: int) -> nn.ModuleList:
 
 
 class ConvDecoder(nn.Module):
-    """Latents [B, z, h, w] -> images [B, C, h * scale, w * scale]; `conv_blocks` begin at the lowest resolution."""
+    """Latents [B, z_channels, h, w] -> images [B, C, h * scale, w * scale]. `conv_blocks`: lowest resolution first."""
 
     def __init__(self, config: VQConfig):
         super().__init__()
@@ -174,7 +174,7 @@ class ConvDecoder(nn.Module):
 
 
 class ConvEncoder(nn.Module):
-    """Images [B, C, H, W] -> latents [B, z, H / scale, W / scale]; `conv_blocks` begin at full resolution."""
+    """Images [B, C, H, W] -> latents [B, z_channels, H / scale, W / scale]. `conv_blocks`: full resolution first."""
 
     def __init__(self, config: VQConfig):
         super().__init__()
@@ -244,7 +244,8 @@ class VQModel(nn.Module):
         return self.decoder(self.post_quant_conv(rearrange(self.quantize.codes[codes], "b h w c -> b c h w")))
 
     def encode(self, images: Tensor) -> Tensor:
-        """Images [B, C, H, W] in [-1, 1] -> ids [B, H / scale, W / scale] int64. ValueError without an encoder."""
+        """Images [B, C, H, W] in [-1, 1] -> ids [B, H / scale, W / scale] int64. Raises ValueError if the model has no
+        encoder."""
         if not self.config.encoder:
             raise ValueError("this VQ model has no encoder (config.encoder=False); it only decodes")
         return self.quantize.nearest(self.latents(images))
@@ -266,8 +267,8 @@ class VQModel(nn.Module):
 
 
 def from_taming(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename taming-transformers' weights (Chameleon's `vqgan.ckpt`) to the names of `VQModel`. In taming,
-    `decoder.up.0` is full resolution; in `VQModel`, `decoder.conv_blocks` begin at the lowest."""
+    """Rename taming-transformers' weights (Chameleon's `vqgan.ckpt`) to the names of `VQModel`. `decoder.up` begins at
+    full resolution, `decoder.conv_blocks` of `VQModel` at the lowest resolution."""
     levels = count_blocks(state, "decoder.up")
     middle = {"block_1": "0", "attn_1": "1", "block_2": "2"}
     renamed = {}
@@ -304,7 +305,7 @@ def load_vq(source: str | os.PathLike[str], config: VQConfig | str | None = None
     """Read a VQ autoencoder from a file. Raises CheckpointError for a wrong file, ValueError for an unknown name.
 
     source: `.safetensors`, or LlamaGen's `.pt` or taming's `.ckpt`, of which only tensors are read.
-    config: sizes, or a name of `PUBLISHED`; None reads the metadata of safetensors, and is "vq_ds16" without them."""
+    config: sizes, or a name of `PUBLISHED`; None: the sizes in the safetensors file's metadata, or else "vq_ds16"."""
     state, metadata = read_weights(source, NO_WEIGHTS)
     if config is None:
         config = VQConfig.from_dict(metadata["config"]) if "config" in metadata else PUBLISHED["vq_ds16"]
@@ -332,7 +333,7 @@ def open_vq(vq: str | os.PathLike[str] | VQModel | None, device: Any = None) -> 
 
 
 def check_codebook(vq: Any, size: int, name: str, dim: int | None = None) -> None:
-    """Raise ValueError unless the codebook of `vq` has `size` codes of `dim` numbers, as the model `name` needs."""
+    """Raise ValueError unless the codebook of `vq` has `size` codes of width `dim`, as the model `name` needs."""
     if vq is None:
         return
     if vq.config.codebook_size != size:
@@ -349,7 +350,7 @@ class KLDecoder(nn.Module):
     """A decoder of continuous latents to images.
 
     config: sizes; `z_channels` is the latents' width, and the codebook's sizes are unused.
-    latent_scale: factor that a model's latents include; 0.2325 is MAR's for KL-16."""
+    latent_scale: factor that the latents of `decode` include; 0.2325 is MAR's for KL-16."""
 
     def __init__(self, config: VQConfig, latent_scale: float = 0.2325):
         super().__init__()

@@ -1,10 +1,10 @@
 """ProteinMPNN as a model for masked samplers: residues for a given backbone.
 
-A row is a structure's token, then a letter or the mask for each residue, or for each group of tied residues
-(`paradec.models.proteins.rules`). The order of a call begins with the prompt's residues; the decided residues follow,
-step by step. Prompt residues, and residues of one step, are in chain order. Every undecided residue is evaluated as if
-it came next. One residue per step is the published ancestral sampling. Residues of one step do not see each other.
-"""
+A row is a structure's token, then a letter or the mask for each residue. Tied residues share one letter
+(`paradec.models.proteins.rules`). The decoder's order begins with the prompt's residues in chain order. The decided
+residues follow, step by step, and within a step in chain order. Every undecided residue is evaluated as if it came
+next, so residues decided in the same step do not depend on each other. One residue per step is the published ancestral
+sampling."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from paradec.models.proteins.rules import Columns, DesignRules
 from paradec.models.proteins.structure import LETTERS, Structure, read_structure
 
 RESIDUES = 20
-"""Ids below this are amino acids. X follows: prompts may have it, but it is never proposed (as in the public code)."""
+"""Ids below this are amino acids. The next id is X: prompts may contain it, but it is never proposed (public code)."""
 MASK_ID = len(LETTERS)
 MASK = "-"
 FIRST_STRUCTURE = MASK_ID + 1
@@ -56,7 +56,7 @@ class ResidueTokenizer:
         return list(range(MASK_ID, len(self)))
 
     def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
-        """The ids of a text. Raises ValueError for an unknown letter or structure."""
+        """Tokenize a text. Raises ValueError for an unknown letter or structure."""
         pieces = re.findall(r"<[^>]*>|\S", text)
         if unknown_pieces := [piece for piece in pieces if piece not in self._ids]:
             raise ValueError(unknown_name("residue", unknown_pieces[0], self.tokens))
@@ -75,20 +75,20 @@ class ResidueTokenizer:
 
 @dataclass(init=False, eq=False)
 class DecidedStates:
-    """A store for `B` rows of `L` columns: the structure's token, then its residues.
+    """Stored decoder states for `B` rows of `L` columns: the structure's token, then its residues.
 
-    A residue's decoder states depend on the residues before it in the order, not on its letter. The states are final
-    once these residues are decided. Later calls evaluate the other residues, and residues whose letter has changed.
+    A residue's decoder states depend on the residues before it in the order, not on its own letter. They are final once
+    the residues before it are decided. Later calls evaluate only other residues, and residues whose letter changed.
 
-    layers: number of decoder layers without the last one. width: D, of a state.
-    extra: the maximum over rows of the number of residues minus that of columns (tied residues share a column)."""
+    layers: number of decoder layers without the last one. width: D, the size of a state.
+    extra: (number of residues) - (number of residue columns), maximum over rows; tied residues share a column."""
 
     tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64; -1 after a row's end."""
     decided_at: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L] int64: `decided_at` of the last query that contained the column."""
     states: tuple[Tensor, ...] = field(metadata=row_layout(columns=1))
-    """[B, L - 1 + extra, D] for each layer."""
+    """[B, L - 1 + extra, D] for each layer, by residue."""
 
     def __init__(
         self, rows: int, length: int, layers: int, width: int, device: torch.device, dtype: torch.dtype, extra: int = 0
@@ -98,8 +98,8 @@ class DecidedStates:
         self.states = tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers))
 
     def update(self, query: AnyOrderQuery) -> tuple[Tensor, Tensor, Tensor]:
-        """Record a query. Returns its rows with all columns: tokens and `decided_at` [R, L] int64, and [R, L] bool, the
-        columns that the query evaluates."""
+        """Record a query of R rows. Returns all columns of these rows: tokens and `decided_at` [R, L] int64, and the
+        columns that the query evaluates, [R, L] bool."""
         assert query.store_rows is not None
         valid = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
         index, column = valid.nonzero(as_tuple=True)
@@ -123,17 +123,17 @@ class DecidedStates:
     # ---- the interface that a request's state uses ----------------------------------------------------------------
 
     def forget(self, rows: np.ndarray, start: np.ndarray) -> None:
-        """Do nothing: `update` overwrites states that are no longer valid."""
+        """Do nothing: states that are no longer valid are computed again and overwritten."""
 
     def release(self) -> None:
         self.states = ()
 
 
 class ProteinMPNNModel(Opaque):
-    """ProteinMPNN with a list of structures, which the constructor encodes once; without guidance. The logits of a
+    """ProteinMPNN with a list of structures, which the constructor encodes. Guidance is not supported. The logits of a
     decided residue depend on the residues before it. Raises ValueError or TypeError for wrong structures or rules.
 
-    structures: one or several; a repeated name gets a number.
+    structures: one or several; a number is appended to a repeated name.
     rules: bias, excluded letters and ties for all structures, or a list with one entry for each."""
 
     module: ProteinMPNN
@@ -157,8 +157,8 @@ class ProteinMPNNModel(Opaque):
         is_shared = rules is None or isinstance(rules, DesignRules | Mapping)
         rule_list: list[Any] = [rules or DesignRules()] * len(backbones) if is_shared else list(rules)  # type: ignore[arg-type]
         for entry in rule_list:
-            way = "" if not isinstance(entry, Mapping) else f": write paradec.DesignRules(**{short_repr(entry)})"
-            check_type("an entry of rules", entry, DesignRules, way)
+            hint = "" if not isinstance(entry, Mapping) else f": write paradec.DesignRules(**{short_repr(entry)})"
+            check_type("an entry of rules", entry, DesignRules, hint)
         if len(rule_list) != len(backbones):
             raise ValueError(
                 f"rules has {len(rule_list)} entries for {len(backbones)} structures; give one, or one for each"
@@ -206,11 +206,11 @@ class ProteinMPNNModel(Opaque):
 
         structure: its index or name.
         fixed: residues that keep the structure's letter, by name (`Structure.find_residues`) or index from 0 over all
-            chains; residues tied to them get this letter too.
+            chains; residues tied to them get the same letter.
         redesign: the only residues to design (except `fixed`), by name or index; None is all.
         chains: labels of the chains to design, by default all; other chains keep their letters.
-        Raises ValueError: an unknown structure, residue or chain, a tie whose kept letters differ, nothing to design.
-        """
+        Raises ValueError for an unknown structure, residue or chain, tied residues that keep different letters, or a
+            prompt without residues to design."""
         if isinstance(structure, str):
             check_choice("structure", structure, self.names)
             structure = self.names.index(structure)
@@ -231,13 +231,13 @@ class ProteinMPNNModel(Opaque):
             }
             if len(letters) > 1:
                 raise ValueError(
-                    f"residues {', '.join(map(str, residues))} of {self.names[target_index]} are tied, and keep "
-                    f"several letters: {', '.join(sorted(letters))}"
+                    f"residues {', '.join(map(str, residues))} of {self.names[target_index]} are tied, but keep "
+                    f"different letters: {', '.join(sorted(letters))}"
                 )
             row.append(LETTERS.index(letters.pop()) if letters else MASK_ID)
         if MASK_ID not in row:
             has_ties = len(row) <= len(target)
-            hint = "; a residue that keeps its letter fixes its tie: redesign all of a tie" if has_ties else ""
+            hint = "; a residue that keeps its letter fixes all residues tied to it" if has_ties else ""
             name = self.names[target_index]
             raise ValueError(f"fixed, redesign, chains and the backbone of {name} leave no residue to design{hint}")
         return row
@@ -248,14 +248,14 @@ class ProteinMPNNModel(Opaque):
         designs: Tensor | str | Sequence[str],
         orders: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """[R] float64: the mean log-probability of the residues with a mask in the prompt, each given all residues
-        before it in an order, at temperature 1, without X and without bias. A tie counts as one residue.
+        """[R] float64: for each of R designs, the mean log-probability of the residues that are masks in the prompt.
+        Each is conditioned on all residues before it in an order. Temperature 1, without X and bias. Tied residues are
+        one.
 
-        prompt: a row with masks. Its other residues come first, in the order of the chain, with the design's letters.
+        prompt: a row with masks. Its other residues come first in the order, with the design's letters.
         designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`; or a text with the letters of all
             residues, with or without colons between chains, or a list of such texts.
-        orders: a permutation of the L residues (columns, where residues are tied) for each row; None is the order of
-            the chain.
+        orders: for each design, a permutation of the L residues (tied residues are one); None is the chain's order.
         Raises ValueError or TypeError for an argument of another form, or tied residues with several letters."""
         is_row = (
             isinstance(prompt, list | tuple) and MASK_ID in prompt and all(isinstance(token, int) for token in prompt)
@@ -298,8 +298,8 @@ class ProteinMPNNModel(Opaque):
         return log_probs[:, is_designed].gather(2, letters[:, is_designed].unsqueeze(2)).squeeze(2).mean(1).cpu()
 
     def _read_letters(self, target_index: int, text: str) -> list[int]:
-        """Ids of the columns of a sequence. Raises ValueError for a wrong length or letter, or a tie with several
-        letters."""
+        """Convert the letters of all residues to ids of columns. Raises ValueError for a wrong length or letter, or if
+        tied residues have different letters."""
         name, columns = self.names[target_index], self.columns[target_index]
         letters = text.replace(":", "").upper() if isinstance(text, str) else ""
         if len(letters) != len(columns.by_residue) or {*letters} - {*LETTERS}:
@@ -310,15 +310,15 @@ class ProteinMPNNModel(Opaque):
         for residues in columns.residues:
             if len(tied := {letters[residue] for residue in residues}) > 1:
                 raise ValueError(
-                    f"designs={short_repr(text)}: residues {', '.join(map(str, residues))} of {name} are tied, and "
-                    f"have several letters: {', '.join(sorted(tied))}"
+                    f"designs={short_repr(text)}: residues {', '.join(map(str, residues))} of {name} are tied, but "
+                    f"have different letters: {', '.join(sorted(tied))}"
                 )
         return [LETTERS.index(letters[residues[0]]) for residues in columns.residues]
 
     def letters(self, rows: Tensor) -> list[str]:
         """The letters of all residues of each row, for `Structure.by_chain`; tied residues repeat their letter.
 
-        rows: [R, 1 + C] int64, as in `Output.sequences`; padding is left out."""
+        rows: [R, 1 + columns] int64, as in `Output.sequences`; padding is ignored."""
         texts = []
         for row in rows.tolist():
             start = next((index for index, token in enumerate(row) if token >= FIRST_STRUCTURE), None)
@@ -330,7 +330,7 @@ class ProteinMPNNModel(Opaque):
         return texts
 
     def keep_decided(self, rows: int, length: int) -> DecidedStates:
-        """Make a store for the states of decided residues: `rows` rows of `length` columns."""
+        """Make a store for the states of decided residues, with `rows` rows of `length` columns."""
         layers, width = len(self.module.decoder_layers) - 1, self.module.W_s.embedding_dim
         return DecidedStates(rows, length, layers, width, self.device, self.dtype, self._tied_residues)
 
@@ -340,11 +340,11 @@ class ProteinMPNNModel(Opaque):
 
     @property
     def _tied_residues(self) -> int:
-        """Maximum over the structures of the number of residues minus that of columns."""
+        """(Number of residues) - (number of columns), maximum over the structures."""
         return max(len(columns.by_residue) - len(columns) for columns in self.columns)
 
     def _find_structures(self, tokens: Tensor, lengths: Sequence[int]) -> list[int]:
-        """Index of each row's structure; tokens [R, Q]. Raises ValueError for a row without one, or a wrong length."""
+        """Index of each row's structure. tokens: [R, columns]. Raises ValueError for a wrong first token or length."""
         indices = []
         for row, token in enumerate(tokens[:, 0].tolist()):
             if token < FIRST_STRUCTURE:
@@ -417,9 +417,9 @@ def load_protein_mpnn(
     proteinmpnn_v_48_*, solublempnn_v_48_*, ligandmpnn_v_32_*, and per_residue_label_ and global_label_membrane_mpnn_*.
 
     >>> model = paradec.load_protein_mpnn("proteinmpnn_v_48_020.pt", "1ubi.pdb")           # doctest: +SKIP
-    >>> out = paradec.generate(model, model.prompt(), temperature=0.1)  # sampler="jacobi", one residue per step exactly
+    >>> out = paradec.generate(model, model.prompt(), temperature=0.1)  # by default with sampler="jacobi"
 
-    LigandMPNN also reads a structure's atoms outside the protein, membrane models its labels (`Structure.membrane`).
+    LigandMPNN also reads a structure's atoms outside the protein; membrane models read `Structure.membrane`.
     The side-chain model (ligandmpnn_sc_*) designs no residues; its file raises CheckpointError.
 
     Args:
@@ -429,8 +429,7 @@ def load_protein_mpnn(
         dtype: of the network; float32 by default. Distances are float32 at least. device: the CPU by default.
 
     Raises:
-        CheckpointError (a ValueError): a wrong file. ValueError, TypeError: structures that cannot be read.
-    """
+        CheckpointError (a ValueError): a wrong file. ValueError, TypeError: structures that cannot be read."""
     if isinstance(structures, (str, os.PathLike)) and os.fspath(structures).endswith(".pt"):
         raise ValueError(f"structures={os.fspath(structures)!r} is a file of weights; it must be the first argument")
     is_sequence = isinstance(structures, Sequence) and not isinstance(structures, str)
@@ -444,11 +443,11 @@ def load_protein_mpnn(
 
 
 def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """A file's weights, and its numbers of neighbours ("num_edges") and of LigandMPNN's atoms ("atom_context_num")."""
+    """A file's weights, and its counts of neighbours ("num_edges") and of atoms for LigandMPNN ("atom_context_num")."""
     if not path.is_file():
         raise CheckpointError(f"there is no file {str(path)!r}")
-    kinds = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
-    with checkpoint_errors(f"{str(path)!r} cannot be read as plain tensors", *kinds):
+    error_types = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
+    with checkpoint_errors(f"{str(path)!r} cannot be read as plain tensors", *error_types):
         data = torch.load(path, map_location="cpu", weights_only=True)
     weights = data.get("model_state_dict") if isinstance(data, dict) else None
     if isinstance(weights, dict) and "W_torsions.weight" in weights:
@@ -490,6 +489,6 @@ def _check_membrane(module: ProteinMPNN, structure: Structure, name: str) -> Non
     labels = {*structure.membrane} if not isinstance(structure.membrane, int) else {structure.membrane}
     if name.startswith("global_label") and (len(labels) > 1 or max(labels) > 1):
         raise ValueError(
-            f"membrane of {structure.name} has the labels {short_repr(sorted(labels))}; {name} has one for the whole "
-            "protein: 1 (transmembrane) or 0"
+            f"membrane of {structure.name} has the labels {short_repr(sorted(labels))}; {name} takes one label for the "
+            "whole protein: 1 (transmembrane) or 0"
         )

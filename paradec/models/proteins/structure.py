@@ -38,7 +38,7 @@ NAMED_RESIDUES = re.compile(r"(?:(\w+):|([^\d-]?))(-?\d+)([A-Za-z]?)(?:-(?:\1:|\
 LAST_CODE = "~"
 """A code that sorts after all insertion codes, so that a range contains all residues with its last number."""
 MEMBRANE = {0: "none of the others", 1: "interface", 2: "buried"}
-"""Residue labels for models of membrane proteins. The model with one label per protein accepts 0 (soluble) and 1."""
+"""Residue labels for membrane models. The model with one label per protein takes 0 (soluble) or 1 (transmembrane)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +55,7 @@ class Structure:
             model with one label, 1 (transmembrane) or 0 for all. An integer is the label of all residues.
 
     Raises:
-        ValueError, TypeError: fields that are wrong or do not fit each other; the message names them.
-    """
+        ValueError, TypeError: fields that are wrong or do not fit each other; the message names them."""
 
     coordinates: Tensor
     sequence: str
@@ -133,7 +132,8 @@ class Structure:
 
     @property
     def index(self) -> list[int]:
-        """L positions along the chain: the residue numbers, but a repeated number shifts all later ones by one."""
+        """L positions along the chain: the residue numbers, but each repeated number shifts all later numbers by
+        one."""
         indices: list[int] = []
         num_repeated, previous = 0, None
         for number in self.numbers or ():
@@ -148,8 +148,7 @@ class Structure:
         names: chain, number and insertion code as in the file, or ranges of these ("A20-24"; "AA:12" for a chain of
             several letters), in a text with commas or a list. Integers are indices.
         argument: the argument's name in errors.
-        Raises ValueError for an invalid name, or a residue that does not exist.
-        """
+        Raises ValueError for an invalid name, or a residue that does not exist."""
         indices: list[int] = []
         labels = list(zip(self.chains or (), self.numbers or (), self.insertions or (), strict=True))
         chains = {chain for chain, *_ in labels}
@@ -186,8 +185,8 @@ class Structure:
         return selected
 
     def copies(self, chains: Iterable[str] | None = None) -> list[list[int]]:
-        """Ties of a homo-oligomer, for `DesignRules`: groups of residues, from 0, that have the same number in at least
-        two of the chains (None is all). Raises ValueError for an unknown chain, or chains without a common number."""
+        """List the ties of a homo-oligomer, for `DesignRules`: groups of residue indices, from 0, with the same residue
+        number in at least two of `chains` (None: of all chains). Raises ValueError for an unknown chain or no tie."""
         selected = self.select_chains(chains)
         groups: dict[tuple[int, int], list[int]] = {}
         occurrences: dict[tuple[str, int], int] = {}
@@ -203,8 +202,8 @@ class Structure:
     def by_chain(self, text: str) -> dict[str, str]:
         """Split a text of L letters by chain. Raises ValueError for another length."""
         if len(text) != len(self):
-            letters = "for a model with ties, model.letters(out.sequences) returns all letters"
-            raise ValueError(f"text has {len(text)} letters; {self.name} has {len(self)} residues ({letters})")
+            hint = "for a model with ties, model.letters(out.sequences) returns all letters"
+            raise ValueError(f"text has {len(text)} letters; {self.name} has {len(self)} residues ({hint})")
         texts: dict[str, str] = {}
         for chain, letter in zip(self.chains or (), text, strict=True):
             texts[chain] = texts.get(chain, "") + letter
@@ -212,7 +211,7 @@ class Structure:
 
 
 class _Atom(NamedTuple):
-    """One atom of a file. `number` is an integer for residues of proteins, any text for others."""
+    """One atom of a file. `number` is the text of an integer for residues of proteins, any text for other molecules."""
 
     is_residue: bool
     chain: str
@@ -232,16 +231,16 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
     The first of several models is read, and the first of an atom's alternative locations. Atoms of occupancy 0 count as
     missing. Residues are ATOM records with a CA, and modified residues among the HETATM records (`MODIFIED`); their
     other three atoms may be missing. Residues with unknown names read as X. Other molecules (ligands, metals, nucleic
-    acids) are context, without water and hydrogen. The atom's name implies an unstated element; unknown elements are
-    left out. mmCIF files have two names for chains and residues: the author's are read, as in PDB files.
+    acids) become `Structure.atoms`, without water and hydrogen. If no element is stated, the atom's name implies it.
+    Unknown elements are left out. mmCIF files have two names for chains and residues: the author's, as in PDB files,
+    are read.
 
     Args:
         chains: labels of the chains to read, in the file's order; None reads all.
 
     Raises:
         ValueError: a line that is cut off, an unknown chain, or a file without residues. OSError: a missing file.
-        ImportError: an mmCIF file without gemmi.
-    """
+        ImportError: an mmCIF file without gemmi."""
     selected = None if chains is None else {*chains}
     path = Path(source)
     is_packed = path.name.lower().endswith(".gz")

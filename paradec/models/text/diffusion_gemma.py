@@ -1,9 +1,8 @@
 """DiffusionGemma (google/diffusiongemma-26B-A4B-it) on transformers' class.
 
-A causal encoder stores keys and values of final tokens; a bidirectional decoder reads these and a canvas, which has
-no masks. Encoder and decoder share weights, except a scalar per layer and the decoder's self-conditioning, which reads
-expected embeddings of the previous step. Logits row i predicts token i.
-"""
+A causal encoder stores keys and values of final tokens. A bidirectional decoder reads these and a canvas of tokens,
+without mask tokens. Encoder and decoder share weights, except a scalar per layer and the decoder's self-conditioning,
+which reads expected embeddings of the previous step. Logits row i predicts token i."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ TURN_ENDS = ("<turn|>", "<end_of_turn>")
 class DiffusionGemmaModel(Model):
     """`DiffusionGemmaForBlockDiffusion`, called by queries of two kinds: "encode" and "canvas".
 
-    denoising: the checkpoint's values in place of `DEFAULTS`.
+    denoising: values that replace `DEFAULTS`.
     processor: a transformers processor, for prompts with images; only stored."""
 
     kind = "canvas"
@@ -71,7 +70,7 @@ class DiffusionGemmaModel(Model):
         return self.module.model.decoder.embed_tokens.weight.dtype
 
     def make_store(self, rows: int, length: int, max_memory: int | None = None) -> Any:
-        """An empty store of `rows` rows and `length` final positions. Raises ValueError if it exceeds `max_memory`
+        """Make an empty store for `rows` rows of `length` final positions. Raises ValueError if it exceeds `max_memory`
         bytes or the device's memory."""
         from paradec.caches.canvas_store import CanvasStore, canvas_store_bytes
 
@@ -110,7 +109,7 @@ class DiffusionGemmaModel(Model):
 
     @torch.no_grad()
     def soften(self, logits: Tensor) -> Tensor:
-        """The expected embedding under softmax(logits), rounded as in transformers: [..., V] -> [..., D]."""
+        """Compute expected embeddings under softmax(logits), rounded as in transformers: [..., V] -> [..., D]."""
         embedding = self.module.model.decoder.embed_tokens
         weight = embedding.weight
         distribution = logits.to(weight.device, weight.dtype).softmax(-1, dtype=torch.float32).to(weight.dtype)
@@ -156,7 +155,7 @@ class DiffusionGemmaModel(Model):
         if query.images is None:
             encoder(input_ids=query.tokens, **common)
             return
-        # embedded here, since not every release of transformers accepts encoded images
+        # images are inserted before the call, since not every release of transformers accepts encoded images
         embedded = encoder.get_input_embeddings()(query.tokens)
         images = query.images.to(embedded.device, embedded.dtype)
         embedded = embedded.masked_scatter(self._image_tokens(query).unsqueeze(-1), images)
@@ -233,7 +232,7 @@ def read_denoising(generation: Mapping[str, Any], source: str) -> dict[str, Any]
 
 
 def check_module(module: Any, source: str) -> None:
-    """Raise CheckpointError for unsupported attention of a module. source: its name in the message."""
+    """Raise CheckpointError for unsupported attention of a module. source: the module's name in the message."""
     text = module.config.get_text_config()
     if text.use_bidirectional_attention == "all":
         raise CheckpointError(
@@ -259,7 +258,7 @@ def adapt_module(
     max_length: int | None = None,
     processor: Any = None,
 ) -> DiffusionGemmaModel:
-    """A model around a `DiffusionGemmaForBlockDiffusion`, by default with its generation config's values. Raises
+    """Make a model of a `DiffusionGemmaForBlockDiffusion`. Values that are None come from its configs. Raises
     CheckpointError for an unsupported module or value."""
     check_module(module, name)
     generation = module.generation_config.to_dict()
@@ -295,9 +294,8 @@ def load_diffusion_gemma(
     tokenizer: Any = None,
     **options: Any,
 ) -> DiffusionGemmaModel:
-    """Load a checkpoint in transformers' format. tokenizer: instead of the checkpoint's.
-    options: for `from_pretrained`; None leaves one out. Raises CheckpointError for files that cannot be read, wrong
-    weights or values."""
+    """Load a checkpoint in transformers' format. tokenizer: replaces the checkpoint's. options: for `from_pretrained`,
+    unless None. Raises CheckpointError for files that cannot be read, or wrong weights or values."""
     import transformers
 
     cls = getattr(transformers, CLASS, None)

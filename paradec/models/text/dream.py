@@ -18,5 +18,5 @@ FAST_DLLM_V2 = Family(
 )
 """Fast-dLLM v2 (Efficient-Large-Model/Fast_dLLM_v2_1.5B and _7B; Wu et al., arXiv 2509.26328): Qwen2.5's blocks and
 names; logits row i - 1 predicts token i; block-causal over blocks of 32 counted from position 0. The public `generate`
-always sets a block's first token to its argmax; here this token is decided like the others. `block_length=8` gives the
-inner blocks of that code."""
+always sets a block's first token to its argmax; paradec decides it like other tokens. `block_length=8` gives the
+public code's inner blocks."""

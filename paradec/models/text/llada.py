@@ -2,8 +2,7 @@
 Llama.
 
 A LLaDA block is a Llama block with other names: `ff_proj` gates (SiLU), `up_proj` multiplies, the block's `ff_out`
-projects down; `transformer.ff_out` is the output matrix. Bidirectional; logits row i predicts token i.
-"""
+projects down; `transformer.ff_out` is the output matrix. Bidirectional; logits row i predicts token i."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ Bie et al., "LLaDA2.0", arXiv 2512.15745; "LLaDA2.1", arXiv 2602.08676. The netw
 one matrix for queries, keys and values is split on reading (`paradec.models.text.llada2_modules`).
 Block-causal over blocks of 32 counted from position 0; logits row i predicts token i. Published decoding: samplers
 "threshold" (preset "llada2.0"), "editing" (preset "llada2.1") and "levenshtein" (LLaDA2.2, which also chooses experts
-for whole blocks).
-"""
+for whole blocks)."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ FUSED = {
 }
 """A matrix of the file -> the module's matrices whose rows it contains, in order."""
 PUBLISHED = re.compile(r"LLaDA2\.[01]-(?:mini|flash)(?:-.+)?")
-"""Published names, all trained with blocks of 32, which their config.json does not state."""
+"""Names of published models. All were trained with blocks of 32, which their config.json does not state."""
 BLOCK_NAME = "block_length"
 
 SUPPORTED = {

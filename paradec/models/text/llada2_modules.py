@@ -2,8 +2,7 @@
 
 This file is imported only for such a checkpoint, since it imports Glm4Moe's code. transformers finds weight conversions
 by class name, so a subclass reads the files. In LLaDA2.2 an expert's score for a block is its maximum over the block's
-positions, and every position chooses among the `capacity` experts with the best scores for its block.
-"""
+positions, and every position chooses among the `capacity` experts with the best scores for its block."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ class BlockRouter(Glm4MoeTopkRouter):
     capacity: int
     block: int
     blocks: tuple[Tensor, Tensor | None] | None = None
-    """[R, Q] int64 and bool: the blocks of a call's columns, and valid columns; None for whole rows from position 0."""
+    """[R, Q] int64 and bool: each column's block, and whether it is valid. None: rows begin at 0, without padding."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, length = hidden_states.shape[:2]
@@ -99,7 +98,8 @@ class BlockRouter(Glm4MoeTopkRouter):
         return logits, weights * self.routed_scaling_factor, expert_ids
 
     def _groups(self, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """[R, Q] int64: a number below R * Q for each block of each row; and [R, Q] bool: columns without padding."""
+        """[R, Q] int64: a number below R * Q for each column's block, different for each row. [R, Q] bool: valid
+        columns, or None."""
         row_start = torch.arange(rows, device=device).unsqueeze(1) * length
         if self.blocks is None:
             return row_start + torch.arange(length, device=device) // self.block, None

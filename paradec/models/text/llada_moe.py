@@ -1,8 +1,7 @@
 """LLaDA-MoE checkpoints (inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct; Zhu et al., arXiv 2509.24389) on Qwen3Moe.
 
 Their `model_type` is "llada", like that of the dense LLaDA; their `architectures` differ. Blocks and names are those of
-Qwen3-MoE; the probabilities of the chosen experts are not normalised. Bidirectional; logits row i predicts token i.
-"""
+Qwen3-MoE; the probabilities of the chosen experts are not normalised. Bidirectional; logits row i predicts token i."""
 
 from __future__ import annotations
 

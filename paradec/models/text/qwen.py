@@ -28,7 +28,7 @@ REQUIRED = (*REQUIRED_SIZES, "intermediate_size")
 """The class defaults are wrong for the published 7B, so config.json must state these fields."""
 
 REQUIRED_MOE = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
-"""Further fields of mixtures of experts. (Class defaults of `norm_topk_prob` and published values differ.)"""
+"""Further fields of mixtures of experts. (The class's default of `norm_topk_prob` differs from published values.)"""
 
 
 def qwen2_config(config: Mapping[str, Any]) -> Any:

@@ -3,8 +3,7 @@ experts (JetLM/SDAR-30B-A3B-Chat, ...) on Qwen3Moe.
 
 Cheng et al., "SDAR", arXiv 2510.06303; Wang et al. (TraDo), arXiv 2509.06949. Block-causal over blocks counted from
 position 0, so a prompt's last block may contain the first undecided positions. The answer's last block is decoded
-completely, then truncated. Logits row i predicts token i.
-"""
+completely, then truncated. Logits row i predicts token i."""
 
 from __future__ import annotations
 

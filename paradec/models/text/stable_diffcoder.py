@@ -2,8 +2,7 @@
 Llama.
 
 config.json has Llama's `model_type`, but other `architectures`. Blocks and names are Llama's. Logits row i predicts
-token i; attention is block-causal over blocks of 4 counted from position 0.
-"""
+token i; attention is block-causal over blocks of 4 counted from position 0."""
 
 from __future__ import annotations
 

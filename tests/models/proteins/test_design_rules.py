@@ -196,8 +196,8 @@ def test_fixed_letters_of_ties(model: ProteinMPNNModel) -> None:
     row = tied.prompt(fixed=[0, 6, 1, 5])
     assert [token for token in row[1:] if token != MASK_ID] == [LETTERS.index(letter) for letter in "AAE"]
     assert tied.letters(torch.tensor([[22, 0, 1, 2, 3, 4, 5]])) == ["ACDEFGACDFD"]
-    refuses(lambda: tied.prompt(fixed=[2, 8]), "residues 2, 8, 10 of dimer are tied, and keep several letters: A, G")
-    refuses(lambda: tied.prompt(chains="A", fixed=[4]), "are tied, and keep several letters")
+    refuses(lambda: tied.prompt(fixed=[2, 8]), "residues 2, 8, 10 of dimer are tied, but keep different letters: A, G")
+    refuses(lambda: tied.prompt(chains="A", fixed=[4]), "are tied, but keep different letters")
     # incomplete residues are ignored
     gaps = dimer().coordinates.clone()
     gaps[8, 0] = torch.nan

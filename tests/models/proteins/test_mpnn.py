@@ -363,7 +363,7 @@ def test_scores_of_sequences_as_text() -> None:
     tied = model.on(structure, paradec.DesignRules(ties=[(0, 3)]))
     both = tied.letters(paradec.generate(tied, tied.prompt(), seed=1, temperature=1.0).sequences)[0]
     assert both[0] == both[3] and tied.score(tied.prompt(), both).shape == (1,)
-    refuses(lambda: tied.score(tied.prompt(), "AAAW" + both[4:]), "several letters: A, W")
+    refuses(lambda: tied.score(tied.prompt(), "AAAW" + both[4:]), "different letters: A, W")
 
 
 def test_wrong_arguments_of_score_are_named() -> None:
