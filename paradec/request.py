@@ -109,8 +109,8 @@ class Request:
         share_prefix: evaluate and store the rows' common prefix once. Exact on the same models as `prefix`.
         attention: "dense", "sparsed", or `paradec.SparseD(...)`, for long sequences (docs/caches.md); None: the
             model's own. `Output.attention` reports its cost.
-        suffix: masks after the open block to evaluate: a `paradec.Suffix`, a window (64), or a text ("gaussian:256");
-            None: all. For bidirectional models and answers of several blocks (docs/caches.md).
+        suffix: which masks after the open block are evaluated: a `paradec.Suffix`, a window (64), or a text
+            ("gaussian:256"); None: all. For bidirectional models and answers of several blocks (docs/caches.md).
         blocks: a block policy or its name ("fixed", "whole", "adaptive", "pipelined").
         block_length: by default 32 for LLaDA, the whole canvas for Dream, the model's own for block-causal models.
         steps: forwards per row for samplers with a schedule, divided among its blocks; None: one per token.
@@ -131,7 +131,7 @@ class Request:
         logit_bias: numbers to add to logits, by id: {id: number from -100 to 100}.
         bad_words: texts (with a tokenizer) or sequences of ids that an answer must not contain. Samplers that decide
             positions in any order accept words of one token only.
-        min_new_tokens, ignore_eos: propose no end token in an answer's first `min_new_tokens` positions, or in any.
+        min_new_tokens, ignore_eos: no end token in an answer's first `min_new_tokens` positions; `ignore_eos`: in none.
         repetition_penalty, presence_penalty, frequency_penalty: for tokens that are final when a step begins, in prompt
             and answer (repetition) or in the answer only (formulas: `paradec.samplers.features.token_controls`).
         stop_strings: one or several texts. A row ends once its answer contains one of them, and everything up to this

@@ -43,7 +43,7 @@ class Question:
 
     type: one of `TYPES`. instructions: a text or JSON data; None if the state or the options contain the question.
     labels: the answers that the model may generate, one for each option.
-    descriptions: meanings of the options; the prompt lists an option with None by its name only.
+    descriptions: meanings of the options; for None, the prompt lists only the option's name.
     values: the options, as they appear in `Decision.value`."""
 
     type: str
@@ -125,8 +125,8 @@ def check_json(name: str, value: Any) -> None:
 
 
 def _check_texts(name: str, value: Any, count: int | None = None) -> list[str]:
-    """Convert a value to a list of texts; None becomes `count` letters. Raises ValueError unless the texts are
-    different and not empty, and their number is `count`, or without it at least one."""
+    """Convert a value to a list of texts; None becomes `count` letters. Raises ValueError for an empty or repeated
+    text, and for a number of texts other than `count` (or 0, without `count`)."""
     if value is None and count is not None:
         value = [*string.ascii_uppercase[:count]]
     texts = [] if isinstance(value, str | bytes) or not isinstance(value, Sequence | Mapping) else [*value]
@@ -205,7 +205,8 @@ def decide(
 
     Each question is a separate row with the prompt of transformers' decision pipeline; with causal models the answers
     equal the pipeline's. Labels are read from the next token (causal models), at masks before an end token, or from the
-    first step of a canvas. Labels of several tokens follow the chain rule; an end token follows a shorter label.
+    first step of a canvas. A label of several tokens has the product of their probabilities, and a label with fewer
+    tokens than others ends with an end token.
 
     Args:
         model: a causal, bidirectional, block-causal or canvas model with a tokenizer.

@@ -274,7 +274,7 @@ def picture_sampler(model: PictureModel | type[PictureModel], sampler: Any, user
     """Make and check the sampler for an image model.
 
     model: an adapter or its class. sampler: a name, a sampler, or None for the default. user: the model's name in
-        messages. settings: of a sampler given by name.
+        messages. settings: settings of a sampler that is given by name.
     Raises TypeError: not a sampler. ValueError: an unknown name, a setting out of its range, or another family."""
     sampler = model.default_sampler if sampler is None else sampler
     names, user = model.sampler_names, model.title or user

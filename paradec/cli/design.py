@@ -172,7 +172,7 @@ def design_batch(
 
 
 def read_sequences(source: str) -> list[tuple[str, str]]:
-    """Read the names and sequences of `--score`. Raises ValueError for a file that is not FASTA, or no sequence."""
+    """Read the names and sequences of `--score`. Raises ValueError for a file or text that holds no sequence."""
     if os.path.isfile(source):
         return read_fasta(source)
     if not re.sub("[:/]", "", source).isalpha():
@@ -227,7 +227,7 @@ def make_rules(structure: Structure, bias: str | None, omit: str, tie: str | Non
 
 
 def set_membrane(structure: Structure, buried: str | None, interface: str | None, transmembrane: bool) -> Structure:
-    """Copy the structure with membrane labels. Raises ValueError for unknown residues or several kinds."""
+    """Copy the structure with membrane labels. Raises ValueError for unknown residues, or residues with two labels."""
     if transmembrane and (buried or interface):
         raise ValueError("--transmembrane labels the whole protein; leave it out with --buried and --interface")
     if not (transmembrane or buried or interface):

@@ -197,7 +197,7 @@ class Run:
     """Decoded answers with their cost."""
 
     def answer(self, lines: list[Line]) -> None:
-        """Decode lines together; if that raises, each separately. Ctrl-C raises KeyboardInterrupt after writing."""
+        """Decode lines together; if that fails, each separately. Ctrl-C first writes complete answers, then raises."""
         self._write([line.entry({"error": line.error}) for line in lines if line.error is not None])
         lines = [line for line in lines if line.error is None]
         try:

@@ -25,7 +25,7 @@ class ImageJob:
     trace: Path | None
     columns: int | None
     enlarge: int | None
-    """Factor of each side; None: `enlargement`."""
+    """Factor by which each side grows; None: by `enlargement`."""
     prompts: list[str] | None
     classes: str | None
     conditions: dict[str, Any] = field(init=False)

@@ -133,8 +133,7 @@ def include(names: str, **defaults: Any) -> Callable[[Command], Command]:
 
 
 def load(shared: dict[str, Any]) -> Any:
-    """Load the model that --model, --tokenizer, --dtype, --quantization and --device describe. Removes these options
-    from `shared`."""
+    """Load a model; remove --model, --tokenizer, --dtype, --quantization and --device from `shared`."""
     show.quiet_loading()
     settings = {name: shared.pop(name, None) for name in ("tokenizer", "dtype", "quantization", "device")}
     return paradec.load(shared.pop("model"), **settings)

@@ -9,7 +9,7 @@ from itertools import accumulate, takewhile
 import numpy as np
 
 MAX_STATES, MAX_EDGES = 2**16, 2**20
-"""Limits of an automaton over tokens; the largest has about 130 MB of tables."""
+"""Limits of an automaton over tokens. Its tables then take at most about 130 MB."""
 MAX_TABLE_BYTES = 2**28
 """Limit of a table with one entry per state and position of an answer."""
 
@@ -131,11 +131,11 @@ class TokenAutomaton:
 
     @cached_property
     def distance(self) -> np.ndarray:
-        """[S] int64: minimum number of tokens from each state to an accepting one."""
+        """[S] int64: minimum number of tokens from each state to an accepting state."""
         return _distances(self.edges[:, 2], self.edges[:, 0], self.accept)
 
     def reach(self, count: int) -> np.ndarray:
-        """[S] bool: states from which exactly `count` tokens lead to an accepting one."""
+        """[S] bool: states from which exactly `count` tokens lead to an accepting state."""
         if self.end >= 0:  # end tokens fill the remaining slots
             return self.distance <= count
         states = self.accept

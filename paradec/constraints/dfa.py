@@ -239,7 +239,7 @@ class ByteAutomaton:
     letter_of: np.ndarray
     """[256] int32: the letter of each byte; bytes with equal moves in every state share a letter."""
     accept: np.ndarray
-    """[S] bool."""
+    """[S] bool: accepting states."""
     begin: int = 0
 
     def accepts(self, text: bytes) -> bool:

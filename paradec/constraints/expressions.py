@@ -16,7 +16,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Characters:
-    """One character of a set."""
+    """Expression for one character out of a set."""
 
     ranges: Ranges
     size: ClassVar[int] = 1
@@ -40,7 +40,7 @@ Node: TypeAlias = Characters | Machine
 """Nodes are compared by identity."""
 EMPTY, NEVER = Machine(((),), (True,)), Machine(((),), (False,))
 MAX_DFA_STATES = 2**16
-"""Maximum number of states; bounds the memory."""
+"""Maximum number of states of an automaton. It bounds the memory."""
 
 
 def too_large() -> ValueError:

@@ -38,8 +38,7 @@ def import_llguidance() -> Any:
 
 
 def check_grammar(text: str) -> None:
-    """Raise ValueError, with the position, for a text that is not a Lark grammar; ModuleNotFoundError without
-    llguidance."""
+    """Raise ValueError, with the position, unless a text is a Lark grammar; ModuleNotFoundError without llguidance."""
     matcher = import_llguidance().LLMatcher
     if message := matcher.validate_grammar(matcher.grammar_from_lark(text)):
         raise ValueError(f"grammar={short_repr(text)}: {' '.join(message.split())}")
@@ -57,7 +56,7 @@ class _Vocabulary:
         self._ids = {text: token for token, text in reversed(texts.items()) if token < size}
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenise a text with the tokenizer, or greedily by longest token if that does not round-trip."""
+        """Tokenise a text with the tokenizer. If its tokens do not spell the text, take the longest tokens greedily."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if all(token < len(self.tokens) for token in ids) and b"".join(self.tokens[i] for i in ids) == text.encode():
             return ids

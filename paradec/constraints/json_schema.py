@@ -27,13 +27,13 @@ MAX_MOVES = 2**18
 MAX_SIZE = 8000
 STATES_PER_CHARACTER = 10
 MAX_REORDERED = 1024
-"""Maximum size of an object whose texts may also have the required keys first."""
+"""Maximum `Machine.size` of an object's members for which the required keys may also come first."""
 ESCAPE = parse(r'\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEeFf][0-9A-Fa-f]{3}|[Dd][0-7][0-9A-Fa-f]{2}))')
 """Escapes of one character each, without surrogates."""
 UNESCAPED = expressions.subtract_ranges(expressions.ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
 CHARACTER = to_node(to_dfa(either((Characters(UNESCAPED), ESCAPE))))
 MAX_UNICODE_ESCAPES = 64
-"""Strings whose automaton has more states are spelled without escapes of six characters (backslash, u, 4 digits)."""
+"""Strings whose automaton has more states than this have no escapes of six characters (backslash, u, 4 digits)."""
 PLAIN_NODES = {"number": languages.NUMBER, "boolean": to_node(languages.BOOLEANS), "null": text("null")}
 QUOTE, SPACE = text('"'), parse(" ?")
 COMMA, COLON = sequence((text(","), SPACE)), sequence((text(":"), SPACE))

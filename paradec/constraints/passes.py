@@ -7,6 +7,7 @@ The probability of token v in slot i is then
     r_i(v) = p_i(v) g_i(v) / Z,    g_i(v) = sum over q of a_i(q) b_{i+1}(next state of q after v),    Z = b_0(first).
 
 g depends only on the class of a token. All sums are computed with logarithms, in float64.
+
 Shapes: `n` slots, `C` classes, `S` states. `first` is the state before the first slot. `last` has the allowed states:
 [S] bool after the last slot, or [n + 1, S] bool before each slot and after the last one. The distribution of a decided
 slot is `certain`.
@@ -168,8 +169,7 @@ def _first_above(running: np.ndarray, goal: float) -> int:
 
 
 def completions(automaton: TokenAutomaton, tokens: list[int | None], last: np.ndarray) -> np.ndarray:
-    """[n + 1, S] bool: states before each slot from which the remaining slots can be filled, given `tokens` [n] (None:
-    undecided)."""
+    """[n + 1, S] bool: states before each slot from which later slots can be filled. tokens: [n]; None: undecided."""
     source, index, target = automaton.edges.T
     reachable = np.zeros((len(tokens) + 1, automaton.states), bool)
     reachable[-1] = np.atleast_2d(last)[-1]

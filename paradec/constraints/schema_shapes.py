@@ -57,7 +57,7 @@ class Shape:
 
     kind: str
     is_explicit: bool = False
-    """Whether a keyword names the type, or belongs to it."""
+    """Whether a keyword names the type, or applies only to it."""
     language: Dfa | None = None
     """Texts of a scalar; a string's text is its content, without the quotes and before escaping. None: all texts."""
     members: tuple[Members, ...] = ()

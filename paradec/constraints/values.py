@@ -131,7 +131,7 @@ class Regex(Constraint):
 
 @dataclass(frozen=True)
 class Choice(Constraint):
-    """One of several texts, as the tokenizer splits it into tokens; with `after`, as it splits the text's literals.
+    """One of several texts, only in the tokenizer's own tokens; with `after`, parts of a text are tokenised separately.
 
     Raises:
         ValueError: no text, an empty text, or a duplicate.
@@ -210,7 +210,7 @@ class JsonSchema(Constraint):
             keywords are ignored with a warning.
         depth: number of levels of arrays and objects where the schema does not fix them, or refers to itself.
         spelling: "tokenizer": keys, punctuation and enumerations have the tokens that the tokenizer gives them, so that
-            models that decode in any order write a key at once. "any": they may have any tokens, as other text does.
+            models that decode in any order write a key at once. "any": they may have any tokens, as other text may.
         after, thinking_budget: as for every `Constraint`.
 
     Raises:

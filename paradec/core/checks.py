@@ -79,8 +79,7 @@ def unknown_name(
 ) -> str:
     """Write the message for a `name` that is not in `allowed`, with the closest names.
 
-    listing: the call that lists all names. other_names: maps further names (spelled as by `plain_name`) to names in
-    `allowed`."""
+    listing: the call that lists all names. other_names: names in `allowed` by other names, spelled as `plain_name`."""
     names = sorted(allowed)
     text, quoted = str(name)[:80], short_repr(name)
     by_plain_name = {**other_names, **{plain_name(known): known for known in names}}

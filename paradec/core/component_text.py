@@ -19,7 +19,7 @@ class ParsedComponent(NamedTuple):
 
 def parse_components(kind: str, text: str) -> list[ParsedComponent]:
     """Parse names joined by "+", each with or without settings in parentheses. A setting's value is a Python literal,
-    or a word without quotes for a text. A "+" that no name follows belongs to the name before it: "lantern++(k=5)".
+    or an unquoted word for a text. A "+" that no name follows belongs to the name before it: "lantern++(k=5)".
     kind: for messages. Raises ValueError for other texts."""
     try:
         terms: list[str] = []

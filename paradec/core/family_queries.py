@@ -63,9 +63,8 @@ class CanvasQuery(Query):
 
 @dataclass
 class GroupQuery(Query):
-    """One call over a key/value store. A position's slot is its rank: prompt positions come first, then the image's
-    cells in the order in which they are decided. `positions` number the cells in raster order. The call overwrites its
-    slots before it reads them."""
+    """One call over a key/value store. A position's slot is its rank: the prompt comes first, then the image's cells in
+    the order of their decisions. `positions` number cells in raster order. The call writes its slots, then reads."""
 
     visible_end: Tensor | None = None
     """[R, Q] int64: number of leading slots that each column sees."""

@@ -21,7 +21,7 @@ from paradec.core.rows import row_layout
 SEGMENT = 256
 """Length of a segment of the vocabulary; `_top_k` first compares the maxima of segments."""
 CHUNK = 2**23
-"""Number of logits converted to float32 at a time."""
+"""Number of logits that are converted to float32 at a time."""
 NAMES = ("chosen", "best", "best_tokens")
 
 
@@ -78,7 +78,7 @@ class StepLogProbs:
 
     @classmethod
     def select_steps(cls, steps: Sequence[StepLogProbs], index: Tensor) -> StepLogProbs:
-        """Select, for each position, the values of step `index` [R, W]."""
+        """Take the values of each position from the step that `index` [R, W] int64 selects."""
         rows, columns = (torch.arange(size, device=index.device) for size in index.shape)
         return cls.combine(steps, lambda tensors: torch.stack(tensors)[index, rows.unsqueeze(1), columns])
 
@@ -104,8 +104,7 @@ class StepLogProbs:
 
 
 def _top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the `count` largest logits of [n, V], descending, and their columns. Searches large vocabularies by
-    segments."""
+    """Find the `count` largest logits of [n, V], descending, and their columns. Searches a large V by segments."""
     size = logits.shape[-1]
     num_segments = size // SEGMENT
     if size <= 2**13 or count > num_segments // 4:
@@ -127,8 +126,7 @@ class LogProbs:
     chosen: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
     """[B, L] float64: log-probability of the final token; NaN where no token was decided (prompts, padding)."""
     best: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
-    """[B, L, k] float64: log-probabilities of the likeliest tokens, descending, in the step that wrote the final token;
-    NaN as in `chosen`."""
+    """[B, L, k] float64: of the likeliest tokens of the step that wrote the final token, descending; else NaN."""
     best_tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L, k] int64: the tokens of `best`; -1 where no token was decided."""
     step: Tensor = field(metadata=row_layout(columns=1, fill=-1))
@@ -178,8 +176,7 @@ class LogProbs:
 
 
 def write_columns(target: Tensor, rows: np.ndarray, positions: Tensor, selected: Tensor, values: Tensor) -> None:
-    """Write values [R, W, ...] to `target` [B, L, ...] at rows [R] and positions [R, W] where `selected` [R, W] is
-    True."""
+    """Write values [R, W, ...] to `target` [B, L, ...] at rows [R], positions [R, W], if `selected` [R, W] is True."""
     columns, index = target.shape[1], torch.as_tensor(rows, device=target.device).unsqueeze(1)
     # positions past the end wrap around; only the first `columns` positions are written, so they stay distinct
     column, selected, values = positions[:, :columns] % columns, selected[:, :columns], values[:, :columns]

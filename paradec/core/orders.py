@@ -350,8 +350,7 @@ class Order(Component):
 
 @dataclass(frozen=True)
 class Sized(Order):
-    """Base of orders that cut a sequence of cells into groups of any size. sizes: see `Sizes`; None is groups of one
-    cell."""
+    """Base of orders that cut a sequence of cells into groups. sizes: see `Sizes`; None is groups of one cell."""
 
     sizes: Sizes = None
 
@@ -437,8 +436,7 @@ class Diagonal(Order):
 
 @dataclass(frozen=True)
 class ZipAR(Order):
-    """Each group has the next cell of every open raster row. A row opens once `window` (at least 1) cells of the row
-    above are decided."""
+    """Each group has the next cell of every open raster row. A row opens once `window` cells above it are decided."""
 
     window: int = 16
 
@@ -530,8 +528,7 @@ create = registry.create
 
 
 def resolve_order(order: Any) -> Order:
-    """Convert a name, plain data or an order to an `Order`. Raises TypeError for other types, ValueError for unknown
-    names or data."""
+    """Convert a name or data to an `Order`. Raises TypeError for other types, ValueError for unknown names."""
     if isinstance(order, str):
         return create(order)
     if isinstance(order, Mapping):
@@ -543,7 +540,7 @@ def resolve_order(order: Any) -> Order:
 
 def check_request_order(name: str, value: Any) -> Any:
     """Check a request's order: a name, an `Order` or its data, or lists of positions, which become tuples. Raises
-    ValueError or TypeError for other values. Checks that lists are complete come later, with the prompts."""
+    ValueError or TypeError for other values. That lists are complete is checked later, with the prompts."""
     if isinstance(value, str):
         check_choice(name, value, ("random", "chain"))
     if isinstance(value, (str, Order)):

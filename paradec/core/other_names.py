@@ -64,7 +64,7 @@ PIPELINE_SETTINGS = {
     "threshold": ("base_threshold", "residual_diff_threshold"),
     "rel_l1_thresh": ("threshold",),
 }
-"""Settings of pipeline methods by their name in other libraries: the possible names in paradec."""
+"""Possible names in paradec for settings of pipeline methods, by the setting's name in other libraries."""
 METHOD_OF_SETTING = {
     "residual_diff_threshold": "'dbcache', residual_diff_threshold=...",
     "rel_l1_thresh": "'teacache', threshold=...",

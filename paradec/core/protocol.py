@@ -224,7 +224,7 @@ class Sampler(Component):
     unsupported: ClassVar[tuple[str, ...]] = ("order",)
     """Fields of `paradec.Request` that must have their default value."""
     request_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Defaults of fields of `paradec.Request` that differ from the class's."""
+    """Defaults for fields of `paradec.Request` that replace the class's defaults."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         check_class("sampler", cls)
@@ -248,8 +248,7 @@ class Sampler(Component):
         return {}
 
     def query(self, state: Any) -> list[Any]:
-        """Build the model calls of this step, one query per group of rows of equal shape; an empty list calls no
-        model."""
+        """Build the model calls of this step, one query per group of rows of equal shape; [] calls no model."""
         raise NotImplementedError
 
     def propose(self, state: Any, outputs: list[Any], queries: list[Any]) -> Proposal | LatentProposal:
@@ -328,8 +327,7 @@ def decode(
     state: State,
     callback: Callable[[State, Commit], bool | None] | None = None,
 ) -> State:
-    """Run steps until the state is done or `callback(state, commit)` returns True. An interrupt leaves the state at its
-    last commit."""
+    """Run steps until the state is done or `callback(state, commit)` returns True. Ctrl-C keeps all commits so far."""
     with torch.inference_mode():
         while not state.done:
             if state.trace is None:

@@ -23,6 +23,7 @@ class StoreCall(CopyWithFields):
     """Rows and slots of a key/value store that one model call reads and writes. Shapes as in `Query`."""
 
     rows: Tensor
+    """[R] int64: rows of the store."""
     slots: Tensor | None = None
     """[R, Q] int64: store slot of each position's key and value, -1 for positions not to store; None stores nothing."""
     index: np.ndarray | None = None
@@ -137,8 +138,7 @@ class CallCost(NamedTuple):
 
 
 def branch_rows(rows: np.ndarray, batch: int, size: int) -> np.ndarray:
-    """Compute the indices [branches * N] of all guidance branches of `rows` [N], in an axis of `size = branches *
-    batch` rows."""
+    """Find the indices [branches * N] of `rows` [N] in all branches of an axis of `size = branches * batch` rows."""
     return np.concatenate([rows + branch * batch for branch in range(max(size // max(batch, 1), 1))])
 
 

@@ -111,9 +111,9 @@ class Registry:
                 )
 
     def register(self, name: str, target: str | type) -> None:
-        """Add a class or a text "module:Class". A class may replace a registered class of the same module and qualified
-        name, as when a notebook's cell runs again. Otherwise raises ValueError for a name that is taken; also
-        ValueError for a text of another form, TypeError as `check_class`."""
+        """Add a class or a text "module:Class". Raises ValueError for a name that is taken or a text of another form,
+        TypeError as `check_class`. A class may replace a registered class of the same module and qualified name, as
+        when a notebook's cell runs again."""
         if name in self.names() and not _is_redefined(self._targets[name], target):
             raise ValueError(f"{self.kind} name {name!r} is taken by {self._targets[name]!r}")
         if isinstance(target, str) and target.count(":") != 1:

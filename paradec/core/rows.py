@@ -114,8 +114,7 @@ def select_rows(owner: T, rows: np.ndarray, added_columns: int = 0) -> T:
 
 
 def replace_rows(owner: T, slots: np.ndarray, other: T) -> None:
-    """Replace the rows `slots` [N] of a state in place by all N rows of another state. Smaller axes grow; missing
-    values are filled."""
+    """Replace rows `slots` [N] of a state in place by all N rows of another. Smaller axes grow; gaps are filled."""
     _exchange(owner, slots, other, _count_columns(owner) - _count_columns(other))
 
 

@@ -42,25 +42,23 @@ class TraceStep:
     """A step. Positions count from a row's first prompt token. Fields after `kind` are optional; `==` ignores them."""
 
     commits: list[tuple[int, int, Token, float]]
-    """(row, position, token, confidence) of every write, sorted. A write that masks a position again has the mask id
-    as its token."""
+    """(row, position, token, confidence) of every write, sorted. To mask a token again, a write has the mask id."""
     forwarded: Counts
     """Number of evaluated positions of each row, over all branches and drafts, without padding. The sum over steps and
     rows is `Output.forwarded_tokens`."""
     kind: str
     """ "full" (whole rows), "window" (part of each row, over a key/value store), "forecast" (no call), ..."""
     nfe: Counts | None = field(default=None, compare=False)
-    """Number of forward calls of each row."""
+    """Number of forward calls of each row in this step."""
     draft_nfe: Counts | None = field(default=None, compare=False)
-    """Number of the drafter's forward calls for each row, from the first step to this one."""
+    """Number of the drafter's forward calls for each row in all steps up to this one."""
     seconds: float | None = field(default=None, compare=False)
     evaluated: list[list[Span]] | None = field(default=None, compare=False)
     """Spans of the evaluated positions of each row."""
     blocks: list[Span | None] | None = field(default=None, compare=False)
     """Open block or draft window of each row; None for a row without an open block in this step."""
     starts: list[list[int] | None] | None = field(default=None, compare=False)
-    """With pipelined blocks: starts of each row's open blocks, ascending; `blocks` spans all of them. None as in
-    `blocks`."""
+    """With pipelined blocks: starts of each row's open blocks, ascending; `blocks` spans them. None as in `blocks`."""
     rejected: list[tuple[int, int, int]] | None = field(default=None, compare=False)
     """(row, position, token) of evaluated drafts that did not become final."""
     rules: list[int] | None = field(default=None, compare=False)
