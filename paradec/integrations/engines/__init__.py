@@ -1,4 +1,3 @@
-"""Samplers inside inference engines: the engine owns model, memory and requests, the sampler decides what is final.
-
-The engines share `hosted.py`. Each engine has its own file or package, which can be imported without the engine.
+"""Samplers inside inference engines. The engine owns model, memory and requests; the sampler decides which tokens are
+final. The adapters share `hosted.py`. Each has its own file or package, which can be imported without the engine.
 """

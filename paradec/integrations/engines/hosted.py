@@ -33,7 +33,7 @@ FIELDS = (
     *("block_length", "steps", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "eos_early_stop"),
     *("logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop"),
 )
-"""Fields of `paradec.Request` that a hosted row may have. The engine decides other fields, or they need the model."""
+"""Fields of `paradec.Request` that a hosted row may have. The others are set by the engine, or need the model."""
 MAX_ROWS = 2**20
 """Maximum number of rows that share a state."""
 ENGINE_METHODS = ("start", "query", "step")
@@ -49,7 +49,7 @@ def why_unsupported(sampler: Any) -> str | None:
     if sampler.needs.multi_step:
         return "it evaluates drafts of later steps next to the row"
     if sampler.needs.mask_probes:
-        return "it evaluates masks that the rest of the row does not see"
+        return "it evaluates extra masks that the row's other positions do not attend to"
     if sampler.blocks(None) is not None:
         return "it chooses the blocks itself, and an engine's blocks are fixed"
     if "height" in sampler.settings():
@@ -67,9 +67,9 @@ class StepResult:
     tokens: Tensor
     """[W] int64, on the rows' device: the window's tokens after the step."""
     changed: bool
-    """Whether the step changed a token. If not, the engine has just evaluated the current tokens."""
+    """Whether the step changed a token. If not, the logits of this step were computed from these `tokens`."""
     closed: bool
-    """Whether the window is final. If so, `Hosted.window` is the next window, unless the row is done."""
+    """Whether the window's tokens are final. If so, `Hosted.window` returns the next window, unless the row is done."""
     done: bool
     """Whether the answer is complete."""
     error: FloatingPointError | None = None
@@ -77,15 +77,15 @@ class StepResult:
 
 
 class Hosted:
-    """Hosted rows of one sampler and one model, by keys of the engine.
+    """Hosted rows of one sampler and one model, by keys that the engine chooses.
 
-    A row is decoded as a single prompt of `paradec.generate`: equal prompts with equal seeds draw the same, so give
-    each row its own seed. Not thread-safe.
+    A row is decoded as if `paradec.generate` got its prompt alone. Equal prompts with equal seeds have equal random
+    draws, so give each row a different seed. Not thread-safe.
 
     Args:
         sampler: a masked sampler, its name, or a combination ("credit+localleap").
-        facts: of the engine's model: mask id, topology, block length, shift of the logits.
-        device: of the logits.
+        facts: the engine's model: mask id, topology, block length, shift of the logits.
+        device: device of the logits.
 
     Raises:
         ValueError: a sampler that engines cannot host (`why_unsupported`), or a model without a mask token.
@@ -95,9 +95,9 @@ class Hosted:
         method: Any = samplers.create(sampler) if isinstance(sampler, str) else sampler
         if not isinstance(method, Sampler):
             raise TypeError(f"sampler={short_repr(sampler)} must be a name or made by paradec.samplers.create")
-        why = why_unsupported(method)
-        if why is not None or not isinstance(method, MaskedSampler):
-            raise ValueError(f"sampler {method.name!r} cannot run inside an engine: {why}; use paradec.generate")
+        reason = why_unsupported(method)
+        if reason is not None or not isinstance(method, MaskedSampler):
+            raise ValueError(f"sampler {method.name!r} cannot run inside an engine: {reason}; use paradec.generate")
         if not isinstance(facts, ModelFacts):
             raise TypeError(f"facts={short_repr(facts)} must be paradec.core.facts.ModelFacts")
         if facts.prompt_aligned:
@@ -133,14 +133,13 @@ class Hosted:
         """Open a row.
 
         Args:
-            key: not the key of an open row.
-            prompt_ids: ids, a sequence or [L] int64. Mask ids among them are holes to fill.
+            key: any hashable value that no open row has as its key.
+            prompt_ids: token ids, a sequence or a tensor [L] int64. Mask ids in the prompt are filled, too.
             max_new_tokens: number of masks after the prompt, at least 0.
             fields: fields of `paradec.Request` that are in `FIELDS`.
 
         Raises:
-            ValueError, TypeError: an argument out of its range, or one that hosted rows do not support; no row is
-                opened.
+            ValueError, TypeError: an argument is out of its range, or not supported for hosted rows. No row is opened.
         """
         self._close_discarded()
         if key in self._rows:
@@ -206,19 +205,19 @@ class Hosted:
             if key in self._rows:
                 self.close(key)
 
-    def remembered(self, key: Hashable) -> dict[str, Tensor]:
-        """Copy the part of the sampler's memory that lasts over all blocks, by name, each [1, ...], for a row
-        that continues this one (`remember`). Empty for most samplers."""
+    def copy_sequence_memory(self, key: Hashable) -> dict[str, Tensor]:
+        """Copy the sampler's memory that is reset per sequence (not per block): by name, each [1, ...]. Empty for most
+        samplers. Give it to `set_sequence_memory` of the row that continues this row's sequence."""
         state, slot = self._find_slot(key)
         names = [name for name, spec in state.memory.specs.items() if spec.reset == "sequence"]
         return {name: state.memory[name][slot : slot + 1].clone() for name in names}
 
-    def remember(self, key: Hashable, memory: Mapping[str, Tensor]) -> None:
-        """Initialise a row's memory with another row's `remembered`, before its first step. Raises ValueError: the row
-        has been stepped, or the sampler has no memory of such a name or shape."""
+    def set_sequence_memory(self, key: Hashable, memory: Mapping[str, Tensor]) -> None:
+        """Initialise the memory of a row that has not been stepped, with another row's `copy_sequence_memory`. Raises
+        ValueError: the row has been stepped, or the sampler has no memory of such a name or shape."""
         state, slot = self._find_slot(key)
         if state.row_step[slot]:
-            raise ValueError(f"key={short_repr(key)} has been stepped; remember works before the first step")
+            raise ValueError(f"key={short_repr(key)} has been stepped; set its memory before the first step")
         for name, value in memory.items():
             if name not in state.memory or state.memory[name][:1].shape != value.shape:
                 raise ValueError(f"sampler {self.sampler.name!r} has no memory {name!r} of shape {list(value.shape)}")
@@ -227,7 +226,7 @@ class Hosted:
                 state.memory.write(name, np.array([slot]), value.clone())
 
     def state(self, key: Hashable) -> MaskedState:
-        """The sampler's state of a row, for inspection; a copy if the row shares a state with others."""
+        """The sampler's state of a row, for inspection; a copy if other rows share the state."""
         state, slot = self._find_slot(key)
         if state.batch == 1:
             return state
@@ -240,8 +239,8 @@ class Hosted:
     def window(self, key: Hashable) -> tuple[int, Tensor]:
         """Return the position of the open block's first token, and its tokens [W] int64 (a copy).
 
-        On a block-causal model this is the model's whole block, with prompt tokens in it, and masks at undecided
-        positions. Raises ValueError: the row is done.
+        On a block-causal model the window is the model's whole block, including prompt tokens. Undecided positions hold
+        the mask id. Raises ValueError: the row is done.
         """
         state, slot = self._find_running(key)
         start, stop = self._window(state, slot)
@@ -264,16 +263,15 @@ class Hosted:
         """Step some rows; rows with similar requests are stepped together.
 
         Args:
-            logits: for each key, logits [W, V] of the row's `window`, any floating dtype, not modified. Row i predicts
-                the token at start + i; models that predict "shifted" computed it one position to the left.
+            logits: for each key, logits [W, V] of the row's `window`, any floating dtype, not modified. logits[i] are
+                for the token at `window(key)[0]` + i; a model with shifted logits computes them one position earlier.
 
         Raises:
-            ValueError, TypeError: a key without an open row, a row that is done, or logits of another shape, before any
-                row changes.
+            ValueError, TypeError: a key without an open row, a row that is done, or a wrong shape. No row changes.
         """
         self._close_discarded()
-        for key, slot_logits in logits.items():
-            self._check(key, slot_logits)
+        for key, row_logits in logits.items():
+            self._check(key, row_logits)
         results: dict[Hashable, StepResult] = {}
         with _no_inference_mode():
             for group in self._groups:
@@ -294,7 +292,7 @@ class Hosted:
             raise ValueError(f"logits of key={short_repr(key)} have shape {list(logits.shape)}, not {list(shape)}")
 
     def _step_slots(self, state: MaskedState, logits: dict[int, Tensor]) -> dict[int, StepResult]:
-        """Step the slots that have logits [W, V], in ascending order."""
+        """Step the slots that are keys of `logits` (each [W, V]; slots in ascending order)."""
         if not logits:
             return {}
         slots = list(logits)
@@ -319,7 +317,8 @@ class Hosted:
     def _commit(
         self, state: MaskedState, logits: dict[int, Tensor], starts: dict[int, int]
     ) -> dict[int, FloatingPointError]:
-        """Step and commit these slots. Slots without finite logits stay unchanged; their errors are returned."""
+        """Step and commit the slots of `logits`, whose windows begin at `starts`. Returns errors by slot, for NaN or
+        infinite logits; these slots stay unchanged."""
         errors: dict[int, FloatingPointError] = {}
         while remaining := [slot for slot in logits if slot not in errors]:
             state.set_running_rows(np.array(remaining))
@@ -339,7 +338,7 @@ class Hosted:
 
     def _row(self, key: Hashable) -> _Row:
         if key not in self._rows:
-            raise ValueError(f"key={short_repr(key)} is not open; {len(self._rows)} rows are")
+            raise ValueError(f"key={short_repr(key)} is not open; {len(self._rows)} other rows are open")
         return self._rows[key]
 
     def _find_slot(self, key: Hashable) -> tuple[MaskedState, int]:
@@ -353,17 +352,17 @@ class Hosted:
         return self._find_slot(key)
 
     def _window(self, state: MaskedState, slot: int) -> tuple[int, int]:
-        """The first position of the engine's block, and the position after its last one."""
+        """The first position of the open block of the engine, and the position after the block's last one."""
         unit, longest = self.facts.block_unit, self.facts.max_length
         stop = -(-int(state.block_end[slot]) // unit) * unit
-        if longest is not None:  # the model's last block may be cut off
+        if longest is not None:  # max_length may cut off the last block
             stop = min(stop, longest)
         return int(state.block_start[slot]) // unit * unit, stop
 
 
 @dataclass(eq=False)
 class _Row:
-    """One row, in a group of rows that share a state."""
+    """A hosted row, in a group of rows that share a state."""
 
     group: Group
     done: bool = False
@@ -375,7 +374,7 @@ class _Row:
 
 
 class _EngineLogits:
-    """Replacement of the sampler's model: it returns the engine's `logits`, by row [W, V]."""
+    """Stand-in for the sampler's model. It returns the engine's logits, stored in `logits` by slot, each [W, V]."""
 
     tokenizer = None
     kind = "hosted"
@@ -390,7 +389,7 @@ class _EngineLogits:
         self.logits: dict[int, Tensor] = {}
 
     def __call__(self, query: Query) -> Tensor:
-        """Return the logits [N, W, V] as a copy, which the sampler may modify; shorter blocks are padded with zeros."""
+        """Return a copy of the logits, [N, W, V] for the N rows of the query. Shorter blocks are padded with zeros."""
         assert query.wanted is not None  # samplers that need logits of all positions are not hosted
         parts, width = [self.logits[row] for row in query.rows.tolist()], query.wanted.shape[1]
         if all(len(part) == width for part in parts):
@@ -400,6 +399,6 @@ class _EngineLogits:
 
 @contextmanager
 def _no_inference_mode() -> Iterator[None]:
-    """Disable gradients, and inference mode: a row can then be stepped inside and outside of inference mode."""
+    """Disable gradients and inference mode. Rows can then be stepped both inside and outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

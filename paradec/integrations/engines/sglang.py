@@ -1,8 +1,8 @@
 """paradec's masked samplers as diffusion algorithms of SGLang 0.5.23: `--dllm-algorithm ParadecThreshold`.
 
-SGLang calls an algorithm for one step at a time with the open blocks and their logits; the algorithm writes tokens and
-returns which blocks are final. SGLang loads this file by the entry point group "sglang.srt.plugins"; importing it does
-not need SGLang.
+For each step, SGLang calls the algorithm with the open blocks and their logits. The algorithm writes tokens and returns
+which blocks are final. SGLang loads this file through the entry point group "sglang.srt.plugins". The file can be
+imported without SGLang.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ REQUEST = (
     *("block_length", "steps", "temperature", "top_p", "top_k", "seed"),
     *("logits_eos_inf", "confidence_eos_eot_inf", "suppress_tokens"),
 )
-"""Keys of the configuration that are fields of `paradec.Request`."""
+"""Keys of SGLang's algorithm configuration (a YAML file) that are fields of `paradec.Request`."""
 FACTS = {"eos_token_ids": (), "model_name": "model", "tokenizer_size": None}
-"""Keys that describe the model, since SGLang does not pass these values to an algorithm; with defaults."""
+"""Keys of the configuration that describe the model (SGLang does not tell an algorithm), with their defaults."""
 ENGINE = ("block_size", "capture_input_preparation")
-"""Keys that SGLang reads itself."""
-IGNORED = {
+"""Keys of the configuration that SGLang reads itself."""
+UNSUPPORTED = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -50,15 +50,15 @@ IGNORED = {
     "ebnf": None,
     "structural_tag": None,
 }
-"""Sampling parameters of a request that are not supported, with their neutral values."""
+"""SGLang's sampling parameters that are not supported, with their neutral values."""
 MAX_STORED = 65536
-"""Maximum number of requests whose memory is stored between two blocks; the oldest is dropped first."""
+"""Maximum number of requests whose sampler memory is stored until their next block. The oldest is dropped first."""
 
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Add the algorithms to SGLang's list (entry point; SGLang calls it in each process before it reads arguments)."""
+    """Add the algorithms to SGLang's list. SGLang calls this entry point in each process, before it reads arguments."""
     from sglang.srt.dllm.algorithm import algo_name_to_cls
     from sglang.srt.dllm.algorithm.base import DllmAlgorithm
 
@@ -67,8 +67,8 @@ def register() -> None:
 
 
 def algorithms(base: type) -> dict[str, type]:
-    """Create a subclass of SGLang's `DllmAlgorithm` (`base`) for every registered masked sampler of text, by name, and
-    "ParadecCombination" (`combination: credit+localleap`). Samplers that engines cannot host raise at construction."""
+    """Create a subclass of `base` (SGLang's `DllmAlgorithm`) for each registered masked sampler of text, by class name,
+    and "ParadecCombination" (`combination: credit+localleap`). Constructors raise ValueError for unhosted samplers."""
     classes = {PREFIX + "Combination": _algorithm(PREFIX + "Combination", None, base)}
     for name in samplers.names():
         try:
@@ -86,18 +86,17 @@ def _algorithm(name: str, sampler: str | None, base: type) -> type:
 
 
 class BlockSteps:
-    """Implementation of SGLang's algorithm interface for any sampler; the loops come from SGLang's `DllmAlgorithm`.
+    """Methods of SGLang's `DllmAlgorithm` for any sampler. Subclasses also inherit `DllmAlgorithm`, with its loops.
 
-    Each block is a row: its prompt tokens stay, the masks after them are filled. SGLang stores the keys and values of
-    the forward in which a block is reported as final. This must be a forward of the final tokens: a step that changes
-    nothing, or an additional one.
+    Each block is a hosted row: its prompt tokens stay, the masks after them are filled. SGLang stores the keys and
+    values of the forward after which `step` reports the block as final. This forward must have evaluated the final
+    tokens: either the last step changed nothing, or one more forward follows.
 
     config: SGLang's `DllmConfig`: block_size, mask_id, algorithm_config (the YAML file as a mapping).
-    Raises ValueError: a sampler that engines cannot host, an unknown key, a value out of its range, or a model without
-    a mask."""
+    Raises ValueError: a sampler that engines cannot host, an unknown key, a value out of its range, no mask token."""
 
     sampler_name: ClassVar[str | None]
-    """Name in the registry; None for a combination, which the configuration has under "combination"."""
+    """Registered name of the sampler; None if the configuration names samplers under "combination"."""
     block_size: int
     mask_id: int
 
@@ -131,10 +130,10 @@ class BlockSteps:
         specs = self.sampler.memory().values()
         self._has_memory = any(isinstance(spec, MemorySpec) and spec.reset == "sequence" for spec in specs)
         self._stored: OrderedDict[str, tuple[int, Mapping[str, Tensor]]] = OrderedDict()
-        """By request: the start of its next block, and the sampler's memory of earlier blocks."""
+        """By request id: the position of its next block, and the sampler's memory after the previous blocks."""
 
     def _sampler(self, configuration: Mapping[str, Any]) -> Any:
-        """Create the sampler, with the settings among the keys of the configuration."""
+        """Create the sampler; its settings are keys of the configuration."""
         name = self.sampler_name
         allowed = {"combination"} if name is None else {"preset", *samplers.get(name).settings()}
         for key in configuration:
@@ -150,7 +149,8 @@ class BlockSteps:
         return samplers.create(settings["combination"])
 
     def _check_steps(self) -> None:
-        """Raise ValueError unless block_length divides the engine's block, and steps can be spread over the parts."""
+        """Set `parts`, the number of the sampler's blocks in a block of the engine. Raises ValueError unless
+        block_length divides the engine's block, and parts divides steps."""
         length, steps = self.fields.get("block_length"), self.fields.get("steps")
         if self.block_size % (length or self.block_size):
             raise ValueError(f"block_length={length} must divide the engine's block of {self.block_size}")
@@ -166,21 +166,21 @@ class BlockSteps:
 
     @classmethod
     def validate_request(cls, req: Any) -> str | None:
-        """Return the reason why a request cannot be served, or None. Temperature, top_p and top_k of requests are
-        ignored: the configuration sets them, as for SGLang's own algorithms."""
-        sampling = req.sampling_params
-        ignored = [
-            name for name, neutral in IGNORED.items() if (getattr(sampling, name, neutral) or neutral) != neutral
+        """Return why a request cannot be served, or None. The request's temperature, top_p and top_k are ignored: the
+        configuration sets them, as for SGLang's own algorithms."""
+        params = req.sampling_params
+        unsupported = [
+            name for name, neutral in UNSUPPORTED.items() if (getattr(params, name, neutral) or neutral) != neutral
         ]
-        ignored += [name for name in ("return_logprob", "custom_logit_processor") if getattr(req, name, None)]
-        return f"{cls.__name__} does not read {', '.join(ignored)}" if ignored else None
+        unsupported += [name for name in ("return_logprob", "custom_logit_processor") if getattr(req, name, None)]
+        return f"{cls.__name__} does not read {', '.join(unsupported)}" if unsupported else None
 
     def init_step_state(self, forward_batch: Any) -> list[Any]:
-        """Create a block for each row; its hosted row is opened at its first step, which has logits."""
+        """Create the state of each row's block. `step` opens the hosted rows, as it has logits."""
         return [_Block() for _ in range(forward_batch.batch_size)]
 
     def max_steps(self, block_size: int) -> int:
-        """Maximum number of steps of a block, including the last one, which changes nothing."""
+        """Maximum number of steps of a block, including a last step that changes nothing."""
         part_size = part_steps = block_size // self.parts
         if self.sampler.needs.revises:
             part_steps = int(self.sampler.max_steps(np.array([part_size]))[0])
@@ -189,9 +189,9 @@ class BlockSteps:
         return part_steps * self.parts + 1
 
     def step(self, forward_batch: Any, full_logits: Tensor, states: list[Any]) -> list[bool]:
-        """Step every block, and write its tokens to `forward_batch.input_ids`. Returns which blocks are final and were
-        evaluated with their final tokens. Raises FloatingPointError, with the request's name, for NaN or infinite
-        logits."""
+        """Step all blocks and write their tokens to `forward_batch.input_ids`. Returns for each block whether its
+        tokens are final and were evaluated by this forward. Raises FloatingPointError, with the request's id, for NaN
+        or infinite logits."""
         size = self.block_size
         ids = forward_batch.input_ids.view(-1, size)
         logits = full_logits.view(len(states), size, -1)
@@ -200,7 +200,7 @@ class BlockSteps:
         is_prompt = self._prompt_flags(forward_batch, tokens)
         for index, block in enumerate(states):
             if block.tokens is not None and block.tokens != tokens[index]:
-                block.forget()  # the engine has restarted the block
+                block.reset()  # the engine has restarted the block
             if block.tokens is None:
                 self._open(hosted, block, forward_batch, index, tokens[index], is_prompt[index])
         stepping = {block.key: index for index, block in enumerate(states) if not block.final}
@@ -209,7 +209,7 @@ class BlockSteps:
         for key, result in results.items():
             if result.error is not None:
                 for block in states:
-                    block.forget()  # nothing is written: a retry restarts with the current tokens
+                    block.reset()  # input_ids is unchanged: a retry starts from the same tokens
                 name, start = self._find_block(forward_batch, stepping[key])
                 raise FloatingPointError(f"{result.error}: request {name!r}, block at position {start}")
         new_ids = ids
@@ -223,14 +223,14 @@ class BlockSteps:
             self._close_done(hosted, states[index], results[key], forward_batch, index)
             states[index].tokens = tokens[index]
             is_done[index] = states[index].final and not results[key].changed
-        # in place: CUDA graphs hold this tensor
+        # in place: CUDA graphs read this tensor
         forward_batch.input_ids.copy_(new_ids.reshape(-1))
         return is_done
 
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
     def _host(self, logits: Tensor) -> Hosted:
-        """The hosted rows; created at the first logits, which show the vocabulary's size."""
+        """Return the hosted rows; the first call creates them, with the vocabulary size and device of the logits."""
         if self._hosted is None:
             facts = ModelFacts(
                 vocab_size=logits.shape[-1],
@@ -245,7 +245,7 @@ class BlockSteps:
         return self._hosted
 
     def _prompt_flags(self, forward_batch: Any, ids: list[list[int]]) -> list[list[bool]]:
-        """For each block, whether each position holds a prompt token; other positions are to be decided."""
+        """For each block, whether each position holds a prompt token. Other positions are to be decoded."""
         mask = forward_batch.dllm_prompt_mask
         if mask is not None:
             flags: list[list[bool]] = mask.view(-1, self.block_size).tolist()
@@ -255,7 +255,8 @@ class BlockSteps:
     def _open(
         self, hosted: Hosted, block: _Block, forward_batch: Any, index: int, ids: list[int], is_prompt: list[bool]
     ) -> None:
-        """Open a block of ids [W], which stay where `is_prompt` [W]; if all stay, the block is final at once."""
+        """Open the hosted row of a block with ids [W], which stay where `is_prompt` [W]. A block that has only prompt
+        tokens is final without a row."""
         block.tokens = ids
         if all(is_prompt):
             block.final = True
@@ -267,7 +268,7 @@ class BlockSteps:
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         previous = self._stored.pop(name, None)
         fields = self.fields | {"seed": seed}
-        if "steps" in fields:  # the prompt may reach into the block's later parts
+        if "steps" in fields:  # parts that the prompt fills need no steps
             num_prompt_parts = sum(is_prompt) * self.parts // self.block_size
             fields["steps"] = fields["steps"] // self.parts * (self.parts - num_prompt_parts)
         self._opened += 1
@@ -277,22 +278,22 @@ class BlockSteps:
         block.release = weakref.finalize(block, hosted.discard, block.key)
         block.release.atexit = False
         if previous is not None and previous[0] == start:
-            hosted.remember(block.key, previous[1])
+            hosted.set_sequence_memory(block.key, previous[1])
 
     def _close_done(self, hosted: Hosted, block: _Block, stepped: StepResult, forward_batch: Any, index: int) -> None:
-        """Close a block whose row is done, and store the sampler's memory for the request's next block."""
+        """If the row is done, close it and store the sampler's memory for the request's next block."""
         if not stepped.done:
             return
         block.final = True
         if self._has_memory:
             name, start = self._find_block(forward_batch, index)
-            self._stored[name] = start + self.block_size, hosted.remembered(block.key)
+            self._stored[name] = start + self.block_size, hosted.copy_sequence_memory(block.key)
             if len(self._stored) > MAX_STORED:
                 self._stored.popitem(last=False)
         block.close()
 
     def _find_block(self, forward_batch: Any, index: int) -> tuple[str, int]:
-        """The request's name, and the position of its block; "" and 0 if SGLang does not pass them."""
+        """Return the request's id and the position of its block; "" and 0 if SGLang does not pass them."""
         names, positions = getattr(forward_batch, "rids", None), getattr(forward_batch, "positions", None)
         name = "" if names is None else str(names[index])
         return name, 0 if positions is None else int(positions[index * self.block_size])
@@ -308,14 +309,15 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class _Block:
-    """State of a block, which SGLang keeps from step to step."""
+    """State of a block; SGLang passes it from step to step."""
 
     key: int | None = None
-    """Key of the hosted row; None without one."""
+    """Key of the hosted row; None if no row is open."""
     tokens: list[int] | None = None
     """[W]: tokens after the last step; None before the first."""
     final: bool = False
     release: Any = None
+    """Finalizer that discards the hosted row; also called when the block is garbage-collected."""
 
     def close(self) -> None:
         """Close the hosted row."""
@@ -323,7 +325,7 @@ class _Block:
             self.release()
             self.release, self.key = None, None
 
-    def forget(self) -> None:
-        """Reset to a new block."""
+    def reset(self) -> None:
+        """Close the hosted row, and return to the state before the first step."""
         self.close()
         self.tokens, self.final = None, False

@@ -1,7 +1,7 @@
 """Server with OpenAI's endpoints and continuous batching: `paradec serve`.
 
-`app.py` has the routes, `limits.py` the middleware. `answers.py` checks a body (`request_body.py`, `chat.py`), decodes
-it in the batch (`engine.py`) and builds the response (with `logprobs.py`)."""
+`app.py` has the routes, `limits.py` the middleware. `answers.py` checks a body (with `request_body.py`, `chat.py`),
+decodes its prompts in the batch (`engine.py`) and builds the response (with `logprobs.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The endpoints: check and encode a body, decode it in the engine, and respond as a whole or as a stream."""
+"""The endpoints: check and encode a body, decode its prompts in the engine, and respond at once or as a stream."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from paradec.integrations.server.logprobs import TokenScores, chat_logprobs, tex
 from paradec.integrations.server.request_body import ChatBody, DecisionBody, TextBody, read_changes, read_constraint
 
 MAX_CHOICES = 1024  # maximum number of answers to one body
-MAX_DRAFTS = 4  # drafts are dropped while this many events wait
+MAX_WAITING = 4  # drafts are dropped while this many pieces of a reply wait to be sent
 
 
 class Service:
-    """One model and its name for clients. presets: request fields by name. max_answer: maximum `max_tokens`."""
+    """One model, called `name` by clients. presets: fields of `paradec.Request`, by preset. max_answer: in tokens."""
 
     def __init__(self, engine: Engine, name: str, presets: Mapping[str, Mapping[str, Any]], max_answer: int):
         self.engine, self.name, self.presets, self.max_answer = engine, name, presets, max_answer
@@ -54,20 +54,20 @@ class Service:
             raise ApiError(f"model={short_repr(name)} is not served here, but {self.name!r}", 404, "model")
 
     async def respond(self, call: Call, body: ChatBody | TextBody) -> Response:
-        """Respond to a body. Raises errors that `to_api_error` converts."""
+        """Check a body and respond. Raises errors that `to_api_error` converts."""
         self.check_name(body.model)
         reply = await asyncio.to_thread(Reply, self, call, body, asyncio.get_running_loop())
         return await reply.respond()
 
 
 class Answer:
-    """One choice of a response, and the streamer of its row: `put...` and `end` run in the engine's thread."""
+    """One choice of a response, and the streamer of its row. The engine's thread calls `put...` and `end`."""
 
     def __init__(self, reply: Reply, index: int, echo: Piece):
         self.reply, self.index, self.prompt = reply, index, reply.rows[index // reply.n]
         self._model = reply.service.model
-        self.num_tokens = self.num_calls = self.num_reused = 0  # reused: prompt tokens that were not evaluated
-        self.begin, self._num_sent = echo, len(echo.content)  # begin of the first piece; number of characters sent
+        self.num_tokens = self.num_calls = self.num_reused = 0  # calls: tool calls; reused: tokens from caches
+        self.begin, self._num_sent = echo, len(echo.content)  # prepended to the first piece; number of characters
         self._cutter, self._parser = StopCutter(reply.stops), AnswerParser(reply.end, reply.template, reply.tools)
         self._decoder, self._text = DecodeStream([], skip_special_tokens=False), ""
         self._scores: TokenScores | None = None
@@ -76,7 +76,7 @@ class Answer:
         self._has_begun, self._put_scores = False, None
 
     def put(self, ids: Tensor) -> None:
-        """Receive the prompt [1, P], then ids [1, n] that are final, like all ids on their left."""
+        """Receive the prompt [1, P] at the first call; later the next final ids [1, n] of the answer."""
         if self._has_begun:
             self.reply.send(self, partial(self._feed, ids[0].tolist(), self._put_scores))
         self._has_begun = True
@@ -86,24 +86,24 @@ class Answer:
         self._put_scores = scores
 
     def put_draft(self, ids: Tensor) -> None:
-        """Receive the ids [1, n] to the right of the final ids; they may still change."""
+        """Receive the ids [1, n] after the final ids; they may still change."""
         reply, mask_id, decode = self.reply, self._model.facts.mask_token_id, self._model.tokenizer.decode
-        if reply.body.paradec.get("drafts") and reply.queue.qsize() < MAX_DRAFTS and not self._cutter.is_over:
+        if reply.body.paradec.get("drafts") and reply.queue.qsize() < MAX_WAITING and not self._cutter.is_over:
             texts = [None if token == mask_id else decode([token]) for token in ids[0].tolist()]
             reply.send(self, lambda: Piece(draft=json.dumps({"draft": texts}, ensure_ascii=False)))
 
     def end(self) -> None:
-        """Do nothing; the output follows."""
+        """Do nothing: `finish` gets the output."""
 
     def _feed(self, ids: list[int], scores: Any, full_text: str | None = None) -> Piece:
-        # full_text: the text of the whole answer, only with its last tokens
+        # full_text: the text of the whole answer, given in the last call only
         if self.reply.body.stream and ids and not self.num_tokens:
             self.reply.service.engine.metrics.first.observe(time.perf_counter() - self.reply.start_time)
         self.num_tokens, is_last = self.num_tokens + len(ids), full_text is not None
         if full_text is None:
             step = partial(self._decoder.step, self._model.tokenizer._tokenizer)
             text = "".join(step(token) or "" for token in ids if token not in self.reply.hidden)
-        else:  # includes characters that the decoder held back
+        else:  # the full text includes characters that the stream decoder held back
             text = full_text.removeprefix(self._text) if full_text.startswith(self._text) else ""
         self._text += text
         text = self._cutter.feed(text, is_last)
@@ -119,7 +119,7 @@ class Answer:
         return piece._replace(content=content, scores=scores, role=begin.role)
 
     def finish(self, ticket: Ticket) -> Piece:
-        """Build the last piece, of the tokens that were not streamed. Raises ApiError."""
+        """Build the last piece, from the tokens that were not streamed. Raises ApiError if decoding failed."""
         output: Any = ticket.output
         if output.error is not None:
             raise to_api_error(output.error) from output.error
@@ -136,9 +136,8 @@ class Answer:
 
 
 class Reply:
-    """The `n` answers to each prompt of a body.
-
-    changes: fields of `paradec.Request`. markers: special tokens that stay in texts. hidden: removed special tokens."""
+    """The `n` answers to each prompt of a body. changes: arguments of `paradec.Request`, by field.
+    markers: special tokens that stay in texts, by id. hidden: ids of the tokens that are removed from texts."""
 
     def __init__(self, service: Service, call: Call, body: ChatBody | TextBody, loop: asyncio.AbstractEventLoop):
         """Check and encode a body; thread-safe. Raises ApiError, ValueError, TypeError."""
@@ -173,7 +172,7 @@ class Reply:
             raise ApiError("stop may end an answer before its constraint is met; leave it out", 400, "stop")
         stops = self.changes.get("stop_strings", defaults.stop_strings) or ()
         self.stops = (stops,) if isinstance(stops, str) else stops
-        # special tokens that belong to a format of calls or end the reasoning
+        # special tokens that belong to tool calls, or end the reasoning
         syntax = str(self.template["fields"]["tool_calls"] if self.template else "").replace("\\", "")
         self.markers = {token: text for token, text in service.special.items() if text in syntax + (self.end or "")}
         self.hidden = {*service.special, model.facts.mask_token_id} - {*self.markers}
@@ -196,9 +195,9 @@ class Reply:
         scores.add(ids, score_prompt(model, ids, count))
         return Piece(content=text, scores=scores.take())
 
-    def send(self, answer: Answer, read: Callable[[], Piece]) -> None:
-        """Queue the next piece of an answer for the event loop; thread-safe."""
-        self._loop.call_soon_threadsafe(self.queue.put_nowait, (answer, read))
+    def send(self, answer: Answer, build: Callable[[], Piece]) -> None:
+        """Queue a function that builds the answer's next piece in the event loop; thread-safe."""
+        self._loop.call_soon_threadsafe(self.queue.put_nowait, (answer, build))
 
     async def respond(self) -> Response:
         """Submit the prompts; return the response, or its stream. Raises errors that `to_api_error` converts."""
@@ -216,14 +215,14 @@ class Reply:
     def _choose_length(self, size: int) -> int:
         service, facts = self.service, replace(self.service.model.facts, name=self.service.name)
         limit, new = service.max_answer, self.changes.get("max_new_tokens", service.engine.batch.request.max_new_tokens)
-        if new is None:  # as many as fit
+        if new is None:  # as many tokens as fit
             new = max(1, min(service.model.default_max_new_tokens, limit, (facts.max_length or math.inf) - size))
         check_int("max_tokens", new, low=0 if getattr(self.body, "echo", None) else 1)
         if new > limit:
             raise ApiError(f"max_tokens={new} exceeds --max-answer={limit}", 400, "max_tokens")
         facts.check_length(size + new, new)
         if new and isinstance(self.texts, TokenAutomaton) and not self.texts.reach(new)[0]:
-            raise ApiError(f"max_tokens={new} is too small: texts need {self.texts.distance[0]}", 400, "max_tokens")
+            raise ApiError(f"max_tokens={new}: the constraint needs {self.texts.distance[0]} tokens", 400, "max_tokens")
         return int(new)
 
     def _submit(self, answer: Answer, new: int) -> None:
@@ -239,8 +238,8 @@ class Reply:
     async def _pieces(self) -> AsyncIterator[tuple[Answer, Piece]]:
         num_open = len(self.answers)
         while num_open:
-            answer, read = await self.queue.get()
-            piece = read()
+            answer, build = await self.queue.get()
+            piece = build()
             num_open -= piece.finish_reason is not None
             yield answer, piece
 
@@ -248,7 +247,7 @@ class Reply:
         events = ""
         try:
             async for answer, piece in self._pieces():
-                if piece.draft:  # sent as a comment, since clients read all data events as chunks
+                if piece.draft:  # an SSE comment: clients parse every data event as a chunk
                     events += f": {piece.draft}\n\n"
                 elif any(piece):
                     events += f"data: {self._to_json([self._build_choice(answer, piece)])}\n\n"
@@ -265,7 +264,7 @@ class Reply:
         response: dict[str, Any] = {**self._head, "choices": choices}
         if has_usage:
             prompt, completion = sum(map(len, self.rows)), sum(answer.num_tokens for answer in self.answers)
-            reused = [answer.num_reused for answer in self.answers]  # each prompt counts once
+            reused = [answer.num_reused for answer in self.answers]  # below, the `n` answers to a prompt count once
             cached = sum(min(reused[begin : begin + self.n]) for begin in range(0, len(reused), self.n))
             counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
             response["usage"] = {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
@@ -281,7 +280,7 @@ class Reply:
             return CompletionChoice.model_construct(text=piece.content, logprobs=logprobs, **fields)
         functions = (call.model_dump() for call in piece.calls)
         calls: Any = [{"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": f} for f in functions]
-        if stream:  # number the calls over all pieces
+        if stream:  # calls are numbered over all pieces of the answer
             calls = [{"index": index, **call} for index, call in enumerate(calls, answer.num_calls - len(calls))]
         parts: Any = {"content": piece.content, "reasoning_content": piece.reasoning, "tool_calls": calls}
         message: Any = {"role": piece.role, "content": None if calls else ""} if piece.role else {}
@@ -292,17 +291,17 @@ class Reply:
 
 
 class Decisions:
-    """Endpoint of questions; answers one body at a time. Raises ValueError for a malformed decision.json."""
+    """Endpoint of decisions; answers one body at a time. Raises ValueError for a malformed decision.json."""
 
     def __init__(self, engine: Engine):
-        self.model, self._turn = engine.model, asyncio.Lock()
+        self.model, self._lock = engine.model, asyncio.Lock()
         self.config: Any = None
         folder = str(getattr(self.model.module, "name_or_path", ""))
         try:
             self.config = import_decision().DecisionConfig.from_pretrained(folder if os.path.isdir(folder) else "")
-        except ImportError:  # raised by `answer`
+        except ImportError:  # `answer` raises it again
             pass
-        except Exception as error:  # any kind of error: the file may contain anything
+        except Exception as error:  # the file may cause any kind of error
             raise ValueError(f"decision.json in {folder!r} cannot be read: {short_repr(str(error))}") from error
 
     async def answer(self, call: Call, body: DecisionBody) -> dict[str, Any]:
@@ -313,7 +312,7 @@ class Decisions:
         def before_call(tokens: int) -> None:
             if call.has_ended:
                 raise Cancelled("the client has left")
-            if not call.num_reserved:  # the first of several calls reserves for all
+            if not call.num_reserved:  # `tokens` are those of all model calls together
                 call.reserve(tokens)
 
         check_json("state", body.state)
@@ -328,7 +327,7 @@ class Decisions:
         state = json.dumps(body.state, ensure_ascii=False) if isinstance(body.state, list) else body.state
         temperature = {kind: value for kind, value in self.config.temperature.items() if kind in TYPES}
         ask = partial(decide, self.model, state, questions, temperature=temperature, before_call=before_call)
-        async with self._turn:  # one at a time, to bound the memory
+        async with self._lock:  # bounds the memory
             decisions = await asyncio.to_thread(ask)
         answers = {query.name: query.answer([*decisions[query.name].probabilities.values()]) for query in parsed}
         return {"answers": answers, "usage": {"input_tokens": decisions.input_tokens, "output_tokens": 0}}

@@ -42,9 +42,9 @@ def build_app(
 
     Args:
         name: the model's name for clients.
-        presets: fields of a request by name (`request_body.read_presets`), for the body's field "preset".
+        presets: by name, fields of `paradec.Request` (`request_body.read_presets`), for the body's field "preset".
         max_answer: maximum `max_tokens` of a request.
-        api_key, max_body, max_requests, max_work, timeout: as for `Limits`.
+        api_key, max_body, max_requests, max_work, timeout: see `Limits`.
         cors: whether web pages of any origin may read the answers.
 
     Raises ValueError for an argument out of its range, or a model without a fast tokenizer."""
@@ -61,7 +61,7 @@ def build_app(
     entry[OWN] = describe_settings(engine.batch, max_answer)
 
     async def reraise(_: Request, error: Exception) -> NoReturn:
-        raise error  # `Limits` makes the response
+        raise error  # `Limits` builds the response
 
     handlers: Any = {RequestValidationError: reraise, HTTPException: reraise}
     app = FastAPI(on_shutdown=[engine.close, service.compiler.close], openapi_url=None, exception_handlers=handlers)
@@ -106,7 +106,7 @@ def build_app(
 
 class _Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
-        """End the requests that are still open after `GRACE` seconds with an error for their clients."""
+        """Stop; requests that are still open after `GRACE` seconds end with an error for their clients."""
         app: Any = self.config.app
         loop, error = asyncio.get_running_loop(), BatchClosed("the server is stopping")
         loop.call_later(GRACE, loop.run_in_executor, None, app.state.engine.batch.close, error)
@@ -114,5 +114,5 @@ class _Server(uvicorn.Server):
 
 
 def serve(app: FastAPI, listening: socket.socket, log_level: str = "warning") -> None:
-    """Serve on a socket of `listen` until Ctrl-C or SIGTERM; open requests may then take `GRACE` more seconds."""
+    """Serve on a socket of `listen` until Ctrl-C or SIGTERM. Open requests then have `GRACE` more seconds."""
     _Server(uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=GRACE + 5)).run(sockets=[listening])

@@ -1,4 +1,4 @@
-"""Chats: encode messages and tools as a prompt; split the text of an answer into reasoning, content and tool calls."""
+"""Chats: encode messages and tools as a prompt; split an answer's text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paradec.integrations.server.request_body import ChatBody
 
 
 def _call_format(function: Any, **field: Any) -> dict[str, Any]:
-    """Build the `response_template` of a format of tool calls."""
+    """Build transformers' `response_template` for a format of tool calls."""
     field |= {"repeats": True, "transform": {"type": "function", "function": function}}
     return {"start_anchor": "assistant", "fields": {"tool_calls": field}}
 
@@ -46,12 +46,12 @@ GEMMA = _call_format(
     content="json",
     content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
 )
-# parameters of `apply_chat_template`, which `chat_template_kwargs` must not contain
+# names that `chat_template_kwargs` must not contain, because the server passes them to `apply_chat_template`
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 
 
 class Piece(NamedTuple):
-    """A part of an answer. role: only in the first. finish_reason: only in the last. draft: undecided text, as JSON."""
+    """A part of an answer. role: in the first piece only. finish_reason: in the last only. draft: JSON, may change."""
 
     content: str = ""
     reasoning: str = ""
@@ -63,10 +63,10 @@ class Piece(NamedTuple):
 
 
 class AnswerParser:
-    """Parser that splits the text of an answer, piece by piece.
+    """Incremental parser that splits the text of an answer.
 
     reasoning_end: the text that ends the reasoning; None if the answer does not begin with reasoning.
-    template: the format of tool calls; None leaves calls in the content. tools: the body's."""
+    template: the format of tool calls; None leaves calls in the content. tools: tools of the request body."""
 
     def __init__(self, reasoning_end: str | None, template: Any, tools: Any):
         self._reasoning = None if reasoning_end is None else StopCutter([reasoning_end])
@@ -76,7 +76,7 @@ class AnswerParser:
             self._call = regex.compile(rf"\s*(?:{field.open_re.pattern}).*?(?:{field.close_re.pattern})", regex.DOTALL)
 
     def feed(self, text: str, is_last: bool = False) -> Piece:
-        """Split the next piece of text. Text that may belong to a call, and space before it, waits for more text."""
+        """Split the next piece of text. Text that may begin a tool call, and space before it, waits for more text."""
         reasoning, content, calls = "", "", list[Function]()
         if self._reasoning is not None:
             reasoning = self._reasoning.feed(text, is_last)
@@ -98,20 +98,20 @@ class AnswerParser:
                 arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
                 calls.append(Function.model_validate({"name": name or None, "arguments": arguments}))
                 content, self._follows_call = content + text[: match.start()], True
-            except (ValueError, RuntimeError, KeyError, TypeError):  # not a call, so it is content
+            except (ValueError, RuntimeError, KeyError, TypeError):  # malformed calls stay in the content
                 content += text[: match.end()]
             text = text[match.end() :]
         return Piece(content + text, reasoning, tuple(calls))
 
 
 class StopCutter:
-    """Streaming cut at a stop sequence. The text ends before the stop sequence that is completed first."""
+    """Incremental cut of a text before the stop sequence that is completed first."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops, self.is_over, self.rest = stops, False, ""
 
     def feed(self, text: str, is_last: bool = False) -> str:
-        """Add a piece; return the new text that is part of no stop sequence. `rest` waits, or follows the stop."""
+        """Add a piece; return new text that belongs to no stop sequence. `rest` may belong to one, or follows it."""
         if self.is_over:
             return ""
         text = self.rest + text
@@ -126,7 +126,7 @@ class StopCutter:
 
 
 def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
-    """The format of tool calls: the tokenizer's `response_template`, else a known one in its chat template, or None."""
+    """Return the format of tool calls: the tokenizer's, or a known one that the chat template contains, or None."""
     template, text = getattr(tokenizer, "response_template", None), getattr(tokenizer, "chat_template", None) or ""
     if template is not None:
         return template if "tool_calls" in template["fields"] else None
@@ -135,8 +135,8 @@ def response_template_of(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def encode_chat(model: Any, body: ChatBody) -> tuple[list[int], list[Any], list[Any], Any, str | None]:
-    """Encode a chat. Returns the prompt's ids, the tools, the tools of which one must be called, the format of calls,
-    and the text that ends the reasoning if the prompt opens a reasoning block. Raises ApiError."""
+    """Encode a chat. Returns the prompt's ids; the tools; the tools of which one must be called; the format of calls;
+    the text that ends the reasoning if the prompt opens a reasoning block, else None. Raises ApiError."""
     param, variables, choice = "chat_template_kwargs", body.chat_template_kwargs, body.tool_choice
     if name := next((name for name in variables if name in RESERVED), None):
         raise ApiError(f"{param}: {name} is set by the server; give other variables of the template", 422, param)

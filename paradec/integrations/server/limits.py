@@ -1,4 +1,4 @@
-"""Errors for clients, and a middleware that checks keys, sizes, concurrent work, and clients that leave or stall."""
+"""Errors for clients, and a middleware with limits: API key, size of bodies, concurrent work, time of slow clients."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from paradec.core.checks import short_repr
 from paradec.integrations.server.engine import Engine
 
 log = logging.getLogger(__name__)
-MAX_DRAINED = 64 * 2**20  # bytes read beyond `max_body`, so that the client can read the response
+MAX_DRAINED = 64 * 2**20  # bytes read beyond `max_body`: clients may read the response only after sending the body
 CALL = "paradec.call"  # key of the `Call` in the ASGI scope
 MAX_MESSAGE = 2000  # characters; a message may quote a body
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-CLIENT_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}  # in bodies
+CLIENT_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}  # in a body
 
 
 class ApiError(Exception):
-    """An error for the client: HTTP status, the body's field, headers of the response."""
+    """An error for the client: HTTP status, the request body's field (`param`), headers of the response."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, **headers: Any):
         super().__init__(message[:MAX_MESSAGE])
@@ -42,7 +42,7 @@ class ApiError(Exception):
 
 
 def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
-    """Convert any error. ValueError and TypeError blame the field `param`, else the field that the message names."""
+    """Convert any error. param: body's field with a wrong value; None: the field in the message of a ValueError."""
     message = str(error) or f"{type(error).__name__} in the server"
     match error:
         case ApiError():
@@ -70,14 +70,14 @@ def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
 
 
 class Call:
-    """One HTTP request: its prompts in the batch and its reserved tokens, until it ends or the client leaves."""
+    """One HTTP request, until it ends or the client leaves: its prompts in the batch, and its reserved tokens."""
 
     def __init__(self, limits: Limits):
         self.limits, self.has_ended, self.num_reserved, self._tickets = limits, False, 0, list[Ticket]()
         limits.calls.add(self)
 
     def reserve(self, tokens: int) -> None:
-        """Reserve tokens until `end`; thread-safe. Raises ApiError: 400 if they never fit, 429 if not now."""
+        """Reserve tokens until `end`; thread-safe. Raises ApiError: 400 above the limit, 429 if too few are free."""
         limits, limit = self.limits, self.limits.max_work
         if tokens > limit:
             raise ApiError(f"{tokens} tokens of prompts and answers exceed this server's limit of {limit} (--max-work)")
@@ -105,9 +105,9 @@ class Call:
 class Limits:
     """ASGI middleware: creates a `Call` for each request, converts errors to responses, and counts requests.
 
-    api_key: the key in "Authorization: Bearer ..."; None admits everybody. max_body: maximum bytes of a body.
-    max_requests, max_work: maximum of concurrent requests, and of tokens of their prompts and answers; more get 429.
-    timeout: seconds within which a client must send its body, or receive a piece of an answer."""
+    api_key: the key in "Authorization: Bearer ..."; None admits everybody. max_body: maximum size in bytes.
+    max_requests, max_work: maximum number of concurrent requests, and of their tokens (prompts and answers); more get
+    status 429. timeout: seconds to send a body, or to receive one piece of an answer."""
 
     app: Any
     engine: Engine
@@ -135,7 +135,7 @@ class Limits:
             call.end()
 
         async def replay() -> Any:
-            return messages.pop() if messages else await asyncio.Event().wait()  # until the task is cancelled
+            return messages.pop() if messages else await asyncio.Event().wait()  # waits until it is cancelled
 
         with ExitStack() as stack:
             try:
@@ -148,11 +148,11 @@ class Limits:
             except ClientDisconnect:
                 pass
             except Exception as error:
-                answer = to_api_error(error)
-                if status != 499 or answer.status == 500:
+                failure = to_api_error(error)
+                if status != 499 or failure.status == 500:
                     log.warning("%s %s broke off", scope["method"], scope["path"], exc_info=error)
                 if status == 499:
-                    await JSONResponse(answer.body, answer.status, answer.headers)(scope, receive, send_in_time)
+                    await JSONResponse(failure.body, failure.status, failure.headers)(scope, receive, send_in_time)
             finally:
                 paths = {route.path for route in getattr(scope.get("app"), "routes", ())}
                 path = scope["path"] if scope["path"] in paths else "other"

@@ -14,7 +14,7 @@ IMPOSSIBLE = -9999.0  # OpenAI's value for a token of probability 0
 
 
 class TokenScore(NamedTuple):
-    """A token: its bytes, log-probability, offset in the text (in characters), and the likeliest tokens."""
+    """A token: its bytes, log-probability, offset in the text (in characters). best: the likeliest tokens there."""
 
     token: int
     text: bytes
@@ -24,7 +24,7 @@ class TokenScore(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The token's text, or its bytes if they are not whole characters."""
+        """The token's text; its bytes in hexadecimal if they are not valid UTF-8."""
         try:
             return self.text.decode()
         except UnicodeDecodeError:
@@ -38,7 +38,7 @@ class TokenScore(NamedTuple):
 class TokenScores:
     """Buffer of the scored tokens of one text, from left to right, until they are sent.
 
-    begin: offset of the first token. markers: special tokens in the text. is_prompt: name all others too."""
+    begin: offset of the first token. markers: special tokens that are part of the text. is_prompt: add all others."""
 
     def __init__(self, tokenizer: Any, begin: int, markers: Mapping[int, str], is_prompt: bool = False):
         self._tokenizer, self._markers, self._is_prompt = tokenizer, markers, is_prompt
@@ -66,21 +66,21 @@ class TokenScores:
         return TokenScore(token, text, logprob if math.isfinite(logprob) else missing, self._offset)
 
     def _text(self, token: int) -> bytes:
-        """The bytes of a token after the last added one; empty for a special token that is not in the text."""
+        """Return the bytes of a token that follows the last added one; empty for special tokens outside the text."""
         if token in self._markers:
             return self._markers[token].encode()
-        if (spelling := self._spelling) is None:  # the way of joining tokens is unknown
+        if (spelling := self._spelling) is None:  # it is unknown how this tokenizer joins tokens
             return str(self._tokenizer.decode([token], skip_special_tokens=True)).encode()
         return spelling.texts[spelling.after.get(self._last, 0)].get(token, b"")
 
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/chat/completions."""
+    """Build `logprobs` of a choice of /v1/chat/completions."""
     return {"content": [score.to_dict() | {"top_logprobs": [s.to_dict() for s in score.best]} for score in scores]}
 
 
 def text_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
-    """`logprobs` of a choice of /v1/completions; each top list has distinct keys and includes the token itself."""
+    """Build `logprobs` of a choice of /v1/completions. Each entry of `top_logprobs` includes the token itself."""
     tops = list[dict[str, Any] | None]()
     for score in scores:
         top: dict[str, Any] = {}

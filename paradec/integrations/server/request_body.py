@@ -1,4 +1,4 @@
-"""Bodies of the endpoints: their fields, the `paradec.Request` that they set, and the constraint of their answers."""
+"""Bodies of the endpoints: their fields, the arguments of `paradec.Request` in them, and their constraint."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from paradec.request import Request
 from paradec.samplers.features.spans import automaton_of, reserved_tokens
 from paradec.samplers.features.token_controls import CONTROLS
 
-OWN = "paradec"  # the body's field with fields of `paradec.Request`, and `drafts` (OpenAI's clients: `extra_body`)
-HIDDEN = (*REFUSED, "stop", "order", "compile", "rollout", "rng", "logprobs")  # request fields that no body may set
+OWN = "paradec"  # the body's field that holds fields of `paradec.Request`, `drafts` and `chat`
+HIDDEN = (*REFUSED, "stop", "order", "compile", "rollout", "rng", "logprobs")  # not allowed in `OWN`
 FIELDS = tuple(name for name in REQUEST_FIELDS if name not in HIDDEN)
-SAMPLING = {  # fields of a body, and the fields of `paradec.Request` that they set
+SAMPLING = {  # fields of a body, with the field of `paradec.Request` that each sets
     CLIENT_NAMES.get(name, name): name
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "stop_strings", *CONTROLS)
 } | {"max_completion_tokens": "max_new_tokens"}
 OFF: Any = {"top_k": (-1, 0), "min_p": (0,), "logit_bias": ({},), "bad_words": ([],)}  # values that mean null
-INERT: dict[str, Any] = {  # unsupported fields, and the only value besides null that is accepted; ...: any value
+INERT: dict[str, Any] = {  # fields without effect, with the only value that is accepted besides null (`...`: any value)
     **{"best_of": 1, "modalities": ["text"], "skip_special_tokens": True, "verbosity": "medium", "suffix": ""},
     **{"echo": False, "user": ..., "metadata": ..., "store": ..., "service_tier": ..., "safety_identifier": ...},
     **{"stop_token_ids": [], "prompt_logprobs": None, "use_beam_search": False, "length_penalty": 1, "priority": 0},
@@ -42,7 +42,7 @@ MAX_ENTRIES, MAX_LENGTH = {"stop": 16, "bad_words": 256, "logit_bias": 1024}, 25
 
 
 def _check_field(name: str, value: Any) -> None:
-    """Raise ApiError for an unknown field of `OWN`, or a setting that is not a number, as it could name a file."""
+    """Raise ApiError for an unknown field of `OWN`, or a setting that is not a number: a text may name a file."""
     if name not in (*FIELDS, "drafts"):
         raise ApiError(unknown_name(f"field of {OWN}", name, (*FIELDS, "drafts")), 422, OWN)
     if name in ("drafts", "chat") and not isinstance(value, bool):
@@ -51,7 +51,7 @@ def _check_field(name: str, value: Any) -> None:
         return
     try:
         parts = [value] if isinstance(value, dict) else [part.settings for part in parse_components(name, str(value))]
-    except ValueError:  # `Request` raises it later
+    except ValueError:  # `read_changes` raises it later
         return
     for setting, entry in (pair for settings in parts for pair in settings.items()):
         if setting != name and not isinstance(entry, bool | int | float | None):
@@ -68,7 +68,7 @@ def _join_parts(value: Any) -> Any:
 
 
 class Function(BaseModel, extra="allow", strict=True):
-    """`function` of a tool or of a call; all fields are passed to the chat template."""
+    """Field `function` of a tool or a tool call. All its fields are passed to the chat template."""
 
     __pydantic_extra__: dict[str, JsonValue]
     name: Annotated[str, Field(min_length=1)]
@@ -78,7 +78,7 @@ class Function(BaseModel, extra="allow", strict=True):
 
 
 class FunctionPart(BaseModel, extra="allow", strict=True):
-    """A tool that the model may call, or a call of a tool."""
+    """A tool that the model may call, or a tool call of a message."""
 
     __pydantic_extra__: dict[str, JsonValue]
     type: Literal["function"] = "function"
@@ -99,7 +99,7 @@ Count = Annotated[int, Field(ge=0, le=20)]
 
 
 class Body(BaseModel, extra="allow", strict=True):
-    """Fields of both endpoints, besides `SAMPLING`, `FORMATS` and `INERT`."""
+    """Fields of chats and texts that are not in `SAMPLING`, `FORMATS` or `INERT`."""
 
     model: Any = None
     stream: bool | None = None
@@ -133,7 +133,7 @@ class TextBody(Body):
 
 
 class DecisionBody(BaseModel, extra="forbid", strict=True):
-    """A body for /v1/systemone; transformers checks its questions."""
+    """A body for /v1/systemone; transformers checks the questions."""
 
     model: Any = None
     state: Any
@@ -142,11 +142,11 @@ class DecisionBody(BaseModel, extra="forbid", strict=True):
 
 
 def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Read the fields of `paradec.Request` from a body and its preset, except the body's constraint.
-    Raises ApiError, ValueError or TypeError for an unsupported field, value or preset."""
+    """Read arguments of `paradec.Request` from a body and its preset. The body's constraint is left out
+    (`read_constraint`). Raises ApiError, ValueError or TypeError for an unsupported field, value or preset."""
     known = (*type(body).model_fields, *SAMPLING, *FORMATS, *INERT)
     changes = {name: value for name, value in body.paradec.items() if name not in ("drafts", "chat", "constraint")}
-    sources = dict.fromkeys(changes, OWN)  # by request field, the body's field that sets it
+    sources = dict.fromkeys(changes, OWN)  # by field of `paradec.Request`, the body's field that sets it
     for name, value in (body.model_extra or {}).items():
         if name not in known:
             hint = f'{name} goes into {OWN}, as in "{OWN}": {{"{name}": ...}}' if name in FIELDS else None
@@ -183,7 +183,7 @@ def read_changes(body: Body, presets: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the files NAME.json of a folder, written by `Request.save`, by name. Raises ValueError, OSError."""
+    """Read the files of `Request.save` in a folder, as fields by file name. Raises ValueError, OSError."""
     if not (files := sorted(folder.glob("*.json"))):
         raise ValueError(f"presets={str(folder)!r} must be a folder with .json files; Request.save writes one")
     return {file.stem: Request.merge_arguments({}, file) for file in files}
@@ -192,9 +192,9 @@ def read_presets(folder: Path) -> dict[str, dict[str, Any]]:
 def read_constraint(
     body: Body, tools: list[Any], default: Any, model: Any, compiler: Compiler, after: str | None = None
 ) -> tuple[Any, Any]:
-    """Build the constraint of an answer, and its automaton over the model's tokens; or None and None. tools: the answer
-    must call one. default: the constraint of the preset or the server. after: marker that ends the reasoning opened by
-    the prompt, if the body has no other marker. Raises ApiError."""
+    """Build the constraint of an answer, and its automaton over the model's tokens; or return None and None.
+    tools: the answer must call one of these. default: constraint of the preset or the server, if the body has none.
+    after: text after which the constraint begins, unless the body gives another one. Raises ApiError."""
     formats: dict[str, Any] = {name: (body.model_extra or {}).get(name) for name in FORMATS}
     formats |= {OWN: body.paradec.get("constraint"), "tool_choice": tools or None}
     formats = {name: value for name, value in formats.items() if value not in (None, {"type": "text"})}
@@ -202,7 +202,7 @@ def read_constraint(
         return None, None
     (name, value), *others = formats.items()
     if others:
-        raise ApiError(f"{name} and {others[0][0]} both set the form of an answer; give one", 400, others[0][0])
+        raise ApiError(f"{name} and {others[0][0]} both constrain the answer; give one", 400, others[0][0])
     facts, ends = model.facts, tuple(sorted(model.facts.eos_token_ids))
     try:
         data = value if name == "tool_choice" else _read_format(name, value)
@@ -223,7 +223,7 @@ def read_constraint(
 
 
 def _read_format(name: str, value: Any) -> Any:
-    """Convert a field of `FORMATS` to data that `constraint_of` reads. Raises ValueError for a malformed value."""
+    """Convert a field's value to an argument of `constraint_of`. Raises ValueError for a malformed value."""
     match name, value:
         case "paradec" | "preset", _:
             return value

@@ -1,4 +1,4 @@
-"""Answers and log-likelihoods for an evaluation harness. `harness.py` adapts this to lm-evaluation-harness."""
+"""Answers and log-likelihoods for an evaluation harness. `harness.py` adapts them to lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paradec.tools.evaluation.likelihood import SUPPORTED_KINDS, Likelihood, che
 from paradec.tools.evaluation.recipe import CHOICES, cut_at_stops, generation_fields, request_from_arguments
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
-"""Folder with the packaged prompts as tasks ("paradec", "paradec_copy", ...), for the harness' `--include_path`."""
+"""Folder with tasks of packaged prompts ("paradec", "paradec_copy", ...), for the harness' `--include_path`."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class TotalCosts:
     row_calls: int = 0
     """Number of forwards, summed over answers."""
     tokens: int = 0
-    """Number of answer tokens, with end tokens and the end of a stop string, without padding after them."""
+    """Number of answer tokens up to the end token or the stop string, which are included."""
     forwarded_tokens: int = 0
     seconds: float = 0.0
 
@@ -50,7 +50,7 @@ class TotalCosts:
         self.forwarded_tokens += output.forwarded_tokens
 
     def report(self) -> dict[str, Any]:
-        """The totals, with means per answer and rates."""
+        """Return the totals, means per answer and rates."""
         sums: dict[str, Any] = asdict(self)
         if self.answers:
             sums |= {"nfe": self.row_calls / self.answers, "tokens_per_forward": self.tokens / max(1, self.row_calls)}
@@ -59,22 +59,21 @@ class TotalCosts:
 
 
 class HarnessModel:
-    """A paradec model for a harness. Arguments passed here override those of a task.
+    """A paradec model for a harness. The arguments override those of a task.
 
     pretrained: source for `paradec.load`, or a model; None is the packaged model.
-    batch_size: rows decoded together (`generate_many`). Scores depend on it only by rounding.
+    batch_size: rows decoded together (`generate_many`). It changes scores by rounding errors only.
     max_batch_size: unused; the harness passes it. device, dtype, revision: as in `paradec.load`.
-    preset: a request, or a file of `Request.save`. seed: of all draws.
-    until: whether the task's stop strings end an answer (`escape_until` of other libraries).
-    max_length: maximum number of tokens of prompt and answer; by default the model's.
+    preset: a request, or a file of `Request.save`. seed: seed of all random numbers.
+    until: whether the task's stop strings end an answer (the opposite of `escape_until` in other libraries).
+    max_length: maximum number of tokens of prompt and answer together; by default the model's.
     likelihood: "monte_carlo" or "chain" for masked models (`paradec.tools.evaluation.likelihood`); causal models are
         always exact. mc_num, mc_batch, order: `samples`, `stratum` and `order` of `log_likelihoods`.
-    check_greedy: whether log-likelihoods include the check that greedy decoding yields the continuation. It takes a
-        forward per token (LAMBADA's accuracy needs it, tasks with choices do not).
-    choices: "score", or "decode": the model decodes one of a context's continuations under a constraint. The
-        log-likelihood of this continuation is then 0; other continuations have -inf.
-    arguments: fields of `paradec.Request` and settings of its sampler. Without `max_new_tokens` the task
-        sets the length.
+    check_greedy: whether to check, for masked models, that greedy decoding yields the continuation (one forward per
+        token). LAMBADA's accuracy needs this; tasks with choices do not.
+    choices: "score": log-likelihoods of all continuations of a context. "decode": the model decodes one of them under a
+        constraint; this one has log-likelihood 0, the others have -inf.
+    arguments: fields of `paradec.Request` and settings of its sampler. The task sets `max_new_tokens` if it is missing.
     Raises ValueError, TypeError: an unknown argument, or one out of its range."""
 
     def __init__(
@@ -139,7 +138,7 @@ class HarnessModel:
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context. Raises ValueError: there is neither a BOS nor an EOS token."""
+        """The token that stands in for an empty context. Raises ValueError: there is neither a BOS nor an EOS token."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, *self.model.facts.eos_token_ids):
             if token is not None:
                 return int(token)
@@ -156,20 +155,20 @@ class HarnessModel:
         return str(getattr(self.tokenizer, "name_or_path", "") or self.model.facts.name).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokenise a text as `paradec.generate` does without a chat template: for causal models with a BOS token,
-        unless the chat template rendered the text. Raises ValueError: words that the tokenizer cannot encode."""
+        """Tokenise a text as `paradec.generate` does without a chat template. add_special_tokens: None adds them for
+        causal models, except to texts of `apply_chat_template`. Raises ValueError: words that cannot be encoded."""
         has_bos = self.model.facts.topology == "causal" and string not in self._rendered
         return tokenize(self.tokenizer, string, has_bos if add_special_tokens is None else add_special_tokens)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Tokenise a context and a continuation. Spaces at the context's end become part of the continuation."""
+        """Tokenise a context and a continuation. Spaces at the context's end move to the continuation."""
         has_bos = self.model.facts.topology == "causal" and context not in self._rendered
         context_ids = self.tok_encode(context.rstrip(), add_special_tokens=has_bos)
         ids = self.tok_encode(context + continuation, add_special_tokens=has_bos)
         return context_ids, ids[len(context_ids) :]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a chat as text. Raises ValueError: no chat template, or one that rejects these messages."""
+        """Render a chat as text. Raises ValueError: there is no chat template, or it rejects the messages."""
         from jinja2 import TemplateError
 
         if not getattr(self.tokenizer, "chat_template", None):
@@ -182,21 +181,21 @@ class HarnessModel:
         self._rendered.add(text)
         return text
 
-    def _cut_left(self, ids: list[int], room: int) -> list[int]:
-        """Cut a context on the left to `room` tokens, with a warning."""
-        if room < 1:
+    def _keep_last(self, ids: list[int], max_tokens: int) -> list[int]:
+        """Return the last `max_tokens` ids of a context; warn if there are more."""
+        if max_tokens < 1:
             raise ValueError(f"max_length={self.max_length} leaves no room for a prompt and the answer")
-        if len(ids) > room:
-            warnings.warn(f"a context of {len(ids)} tokens is cut on the left to {room}", stacklevel=2)
-        return ids[-room:]
+        if len(ids) > max_tokens:
+            warnings.warn(f"a context of {len(ids)} tokens is cut to its last {max_tokens}", stacklevel=2)
+        return ids[-max_tokens:]
 
     def keep(self, kind: str, arguments: Any, answer: Any) -> None:
-        """Hook for subclasses that cache answers; called with every answer."""
+        """Hook for subclasses, called with each answer; they may cache it."""
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Decode the answers, and cut each at the first of its task's stop strings."""
+        """Decode the answers. Each ends before the first stop string of its task."""
         texts: list[str] = []
         entries = [self._build_entry(*request.args) for request in requests]
         start = time.perf_counter()
@@ -221,13 +220,14 @@ class HarnessModel:
             until = []
         new = self.request.max_new_tokens if "max_new_tokens" in self.explicit_fields else fields.get("max_new_tokens")
         fields["max_new_tokens"] = new = self.model.default_max_new_tokens if new is None else new
-        constraint = fields.get("constraint", self.request.constraint)  # a constraint decides where an answer ends
+        constraint = fields.get("constraint", self.request.constraint)
+        # stop strings would end an answer before its constraint is met
         if until and "stop_strings" not in self.explicit_fields and constraint is None:
             fields["stop_strings"] = tuple(until)
         ids = self.tok_encode(context) if context else [self.prefix_token_id]
         if (mask := self.model.facts.mask_token_id) is not None and mask in ids:
             raise ValueError(f"a prompt holds the mask id {mask}, at token {ids.index(mask)}: the model would fill it")
-        return {"prompt": self._cut_left(ids, self.max_length - new), **fields}, until
+        return {"prompt": self._keep_last(ids, self.max_length - new), **fields}, until
 
     # ---- log-likelihoods ----------------------------------------------------------------------------------------
 
@@ -236,8 +236,8 @@ class HarnessModel:
     ) -> list[tuple[float, bool]]:
         pairs = []
         for _, context, continuation in requests:
-            room = self.max_length - len(continuation)
-            pairs.append((self._cut_left(context, room) if context else [], continuation))
+            max_context = self.max_length - len(continuation)
+            pairs.append((self._keep_last(context, max_context) if context else [], continuation))
         scores = self._decode_choices([key for key, *_ in requests], pairs) if self.choices == "decode" else {}
         remaining = [index for index in range(len(pairs)) if index not in scores]
         keys = [requests[index][0] for index in remaining]
@@ -248,8 +248,8 @@ class HarnessModel:
     def _decode_choices(
         self, keys: list[Any], pairs: list[tuple[list[int], list[int]]]
     ) -> dict[int, tuple[float, bool]]:
-        """Score continuations that share a context by decoding one of them. Returns (log-likelihood, is greedy) by
-        index: 0 for the decoded continuation, -inf for the others."""
+        """Decode one of the continuations of each context that several successive pairs share. Returns, by index of
+        these pairs, (0.0, True) for the decoded continuation, and (-inf, False) for the others."""
         groups = [[*indices] for _, indices in itertools.groupby(range(len(pairs)), lambda number: pairs[number][0])]
         groups = [group for group in groups if len(group) > 1]
         contexts = [
@@ -288,7 +288,7 @@ class HarnessModel:
     # ---- reports for the harness ----------------------------------------------------------------------------------
 
     def get_model_info(self) -> dict[str, Any]:
-        """Describe the request, the costs and the precision of log-likelihoods, for the harness' result."""
+        """Return the request, costs, and standard errors of log-likelihoods, for the harness' result file."""
         info: dict[str, Any] = {
             "paradec": paradec.__version__,
             "request": self.request.to_dict(),
@@ -303,7 +303,7 @@ class HarnessModel:
                 **{name: value for name, value in self.estimate.items() if value is not None},
                 "judged": len(errors),
                 "forwards": sum(entry.forwards for entry in self.likelihoods),
-                # JSON has no NaN, which is the error of a single draw
+                # None replaces NaN (the error of a single stratum), which JSON lacks
                 "median_standard_error": _number(errors.nanmedian().item()),
                 "largest_standard_error": _number(errors.where(~errors.isnan(), -1.0).max().item()),
                 "without_a_standard_error": int(errors.isnan().sum()),
@@ -322,7 +322,7 @@ def _number(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Sequences(Constraint):
-    """One of several sequences of ids, whatever their texts."""
+    """Constraint to one of several sequences of ids; the texts of the ids do not matter."""
 
     ids: tuple[tuple[int, ...], ...]
 
@@ -336,11 +336,11 @@ class Sequences(Constraint):
 def decode_choices(
     model: Any, request: Request, contexts: Sequence[tuple[list[int], list[list[int]]]], batch_size: int
 ) -> Iterator[tuple[int, Output]]:
-    """Decode each context, constrained to its continuations. Yields the index of the decoded one, and the output.
+    """Decode one of its continuations after each context. Yields the continuation's index, and the output.
 
-    This takes a few forwards; log-likelihoods of masked models take about a hundred per continuation.
+    A context takes a few forwards. Log-likelihoods of masked models take about a hundred forwards per continuation.
 
-    request: decoding settings; the answer has room for the longest continuation and an end token.
+    request: decoding settings; `max_new_tokens` is replaced by the longest continuation's length + 1 (an end token).
     batch_size: rows decoded together.
     Raises ValueError: no end token, or a request that does not support constraints."""
     if not model.facts.eos_token_ids:
@@ -357,5 +357,5 @@ def decode_choices(
     with generate_many(model, entries, batch_size=batch_size, errors="raise", preset=request) as outputs:
         for (_, continuations), output in zip(contexts, outputs, strict=True):
             new = output.new_tokens.flatten().tolist()
-            is_written = (new[: len(ids)] == ids and new[len(ids)] in ends for ids in continuations)
-            yield [*is_written].index(True), output
+            is_decoded = [new[: len(ids)] == ids and new[len(ids)] in ends for ids in continuations]
+            yield is_decoded.index(True), output

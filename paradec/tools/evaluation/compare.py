@@ -1,8 +1,8 @@
 """Comparison of masked samplers on prompts with checkable answers: accuracy and forwards.
 
-Each sampler runs with its defaults and with the settings of its class attribute `sweep`; model, cache, canvas, seed and
-early stopping are equal for all. The baseline, threshold 0.9, is always measured. Right answers and forwards are
-reproducible on one machine; times are not.
+Each sampler runs with its defaults and with each entry of its class attribute `sweep`. Model, cache, length, seed and
+early stopping are equal for all. The baseline, `threshold` with threshold 0.9, is always measured. Right answers and
+forwards are reproducible on one machine; times are not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ SCHEMA = "paradec-compare/2"
 STORED_FIELDS = ("row_calls", "forwarded_tokens", "tokens", "seconds", "padding_forwards", "source")
 """Fields of `Result` that files store unchanged."""
 Progress = Callable[["Comparison", "Configuration", float], None]
-"""Called after every batch with the comparison so far, the current configuration, and the share of the work done."""
+"""Function that is called after every batch, with the comparison so far, the current configuration, and the share of
+the work that is done."""
 
 
 @dataclass
@@ -55,30 +56,30 @@ class Result:
 
     configuration: Configuration
     tasks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Task -> (right answers, prompts)."""
+    """By task: (right answers, prompts)."""
     row_calls: int = 0
     """Number of forwards, summed over prompts."""
     forwarded_tokens: int = 0
     """Number of evaluated positions, without padding."""
     tokens: int = 0
-    """Number of answer tokens, with end tokens, without the padding after them."""
+    """Number of answer tokens up to the end token, which is included."""
     seconds: float = 0.0
     """Wall time of decoding."""
     padding_forwards: int = 0
-    """The part of `row_calls` that decided only padding after the answer."""
+    """Number of the `row_calls` that decided only padding after the answer."""
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """One entry per prompt, in the order of `Comparison.prompts`: "text" (without a tokenizer ids), "right", "nfe" and
-    "tokens"."""
+    """One entry per prompt, in the order of `Comparison.prompts`: "text" (ids if there is no tokenizer), "right", "nfe"
+    and "tokens"."""
     source: str | None = None
     """Digest of a custom sampler's file; None for paradec's samplers."""
 
     def right(self, tasks: Iterable[str] | None = None) -> tuple[int, int]:
-        """(right answers, prompts) of the `tasks`, by default of all."""
+        """Return (right answers, prompts) of the `tasks`; by default of all tasks."""
         counts = [self.tasks[name] for name in (self.tasks if tasks is None else tasks) if name in self.tasks]
         return sum(right for right, _ in counts), sum(num_prompts for _, num_prompts in counts)
 
     def accuracy(self, tasks: Iterable[str] | None = None) -> float:
-        """Share of right answers, in [0, 1], in the `tasks`, by default in all."""
+        """Return the share of right answers, in [0, 1], of the `tasks`; by default of all tasks."""
         right, num_prompts = self.right(tasks)
         return right / num_prompts
 
@@ -105,9 +106,9 @@ class Comparison:
     machine: dict[str, Any]
     """Device, dtype, batch and versions of the run."""
     many: dict[str, bool | None]
-    """Task -> whether its prompts have several right answers."""
+    """By task: whether its prompts have several right answers; None if unknown."""
     results: list[Result] = field(default_factory=list)
-    """The baseline first."""
+    """Results of the finished configurations; the first is the baseline's."""
     complete: bool = False
     """Whether every configuration was measured."""
     prompts: list[dict[str, Any]] = field(default_factory=list)
@@ -115,20 +116,21 @@ class Comparison:
     num_answered: int = 0
     """Number of answers so far, over all configurations."""
     num_total: int = 0
-    """Number of answers at the end."""
+    """Number of answers of the complete comparison."""
 
     @property
     def baseline(self) -> Result:
         return self.results[0]
 
     def group(self, many: bool) -> list[str]:
-        """Tasks whose prompts have several right answers (`many`), or just one."""
+        """List the tasks whose prompts have several right answers (many=True) or one (many=False)."""
         return [task for task, several in self.many.items() if several is many]
 
     def aup(self) -> dict[str, float]:
-        """Area under the accuracy-parallelism curve (`paradec.tools.evaluation.metrics.aup`), by sampler. Areas are
-        comparable only for equal numbers of settings. So the result has the samplers with the most frequent number of
-        settings, if that is more than one."""
+        """Compute the area under the accuracy-parallelism curve (`paradec.tools.evaluation.metrics.aup`), by sampler.
+
+        Areas are comparable only for equal numbers of settings: samplers without the most frequent number are left out,
+        and all of them if this number is 1."""
         best_accuracy = max((100 * result.accuracy() for result in self.results), default=0.0)
         points: dict[str, list[tuple[float, float]]] = {}
         for result in self.results:
@@ -141,7 +143,7 @@ class Comparison:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON data: the counts, and numbers that follow from them."""
+        """Convert to JSON data: the fields, and statistics of the results."""
         rows = []
         for result in self.results:
             row: dict[str, Any] = {"sampler": result.configuration.sampler}
@@ -155,15 +157,15 @@ class Comparison:
         return {"schema": SCHEMA, **fields, "results": rows, "aup": self.aup()}
 
     def lost(self, result: Result) -> list[int]:
-        """Indices of `prompts` that the baseline answered right and this configuration did not."""
+        """List the indices of `prompts` that the baseline answered right and this configuration did not."""
         return _right_only_in_first(self.baseline, result)
 
     def won(self, result: Result) -> list[int]:
-        """Indices of `prompts` that this configuration answered right and the baseline did not."""
+        """List the indices of `prompts` that this configuration answered right and the baseline did not."""
         return _right_only_in_first(result, self.baseline)
 
     def versus_baseline(self, result: Result) -> dict[str, float]:
-        """Difference of accuracies (shares) to the baseline; parallelism and speed as multiples of the baseline's."""
+        """Compare with the baseline: difference of accuracies (shares), ratios of parallelism and of speed."""
         base = self.baseline
         speed = result.tokens_per_second / base.tokens_per_second if base.tokens_per_second else 0.0
         return {
@@ -173,12 +175,12 @@ class Comparison:
         }
 
     def to_json(self, file: str | os.PathLike[str]) -> None:
-        """Write `to_dict`, atomically."""
+        """Write `to_dict` to a file, atomically."""
         write_json(file, self.to_dict())
 
     @classmethod
     def from_json(cls, file: str | os.PathLike[str]) -> Comparison:
-        """Read a file of `to_json`. Raises ValueError: another kind of file; OSError: an unreadable file."""
+        """Read a file of `to_json`. Raises ValueError: the file is no comparison; OSError: an unreadable file."""
         try:
             data = parse_json(read_text(file))
             if data["schema"] != SCHEMA:
@@ -202,18 +204,18 @@ class Comparison:
     def columns(self) -> list[str]:
         """Column headings of `table`."""
         heads = ["sampler", "setting", "right %", "95 %"]
-        heads += ["one answer %", "many answers %"] if self._split() else []
+        heads += ["one answer %", "many answers %"] if self._has_both_groups() else []
         heads += ["forwards", "tokens/forward", "tokens/forward x baseline", "tokens/s", "tokens/s x baseline"]
         return [*heads, "AUP"] if self.results and self.aup() else heads
 
     def table(self) -> list[list[str]]:
-        """A row of cells per configuration, in the order of `columns`; AUP is in a sampler's first row."""
+        """Build a row of cells per configuration, in the order of `columns`. Only a sampler's first row has its AUP."""
         area, lines = self.aup() if self.results else {}, []
         has_area = bool(area)
         for result in self.results:
             low, high = wilson(*result.right())
             versus, sampler = self.versus_baseline(result), result.configuration.sampler
-            shares = [result.accuracy(self.group(many)) for many in (False, True)] if self._split() else []
+            shares = [result.accuracy(self.group(many)) for many in (False, True)] if self._has_both_groups() else []
             cells = [sampler, result.configuration.setting, f"{100 * result.accuracy():.1f}"]
             cells += [f"{100 * low:.1f}-{100 * high:.1f}", *(f"{100 * share:.1f}" for share in shares)]
             cells += [f"{result.nfe:.1f}", f"{result.tokens_per_forward:.2f}", f"{versus['tokens_per_forward']:.2f}"]
@@ -223,12 +225,12 @@ class Comparison:
             lines.append(cells)
         return lines
 
-    def _split(self) -> bool:
+    def _has_both_groups(self) -> bool:
         return bool(self.group(False)) and bool(self.group(True))
 
 
 def _right_only_in_first(first: Result, second: Result) -> list[int]:
-    """Indices of the prompts that `first` answered right and `second` did not."""
+    """List the indices of the prompts that `first` answered right and `second` did not."""
     pairs = enumerate(zip(first.answers, second.answers, strict=True))
     return [index for index, (a, b) in pairs if a["right"] and not b["right"]]
 
@@ -256,21 +258,20 @@ def compare(
     """Decode every question with every configuration; count right answers and forwards.
 
     model: from `paradec.load` or `paradec.wrap`; None is the packaged model.
-    questions: from `packaged_questions` or `read_questions`; None is all packaged ones.
+    questions: from `packaged_questions` or `read_questions`; None is all packaged questions.
     names: as in `configurations`; None is every masked sampler and combination that supports the request. The baseline
         is always added.
-    defaults: whether each sampler runs only with its defaults, as in `configurations`.
+    defaults: whether to run each sampler with its defaults only.
     cache: a name of `paradec.caches.names()`, with settings in parentheses if needed.
     attention, suffix, max_new_tokens, block_length: as in `paradec.generate`.
-    batch: prompts decoded together; answers do not depend on it (in float32 up to near-ties).
-    seed: for samplers that draw.
-    constraint: for questions without one; prompts that are decoded together share a constraint.
+    batch: prompts decoded together. Answers do not depend on it; in float32, rounding may change near-ties.
+    seed: seed of samplers with random choices.
+    constraint: constraint of the questions that have none.
     resume: an earlier comparison with an equal setup, whose results are reused, except those of custom samplers whose
         file has changed.
     progress: see `Progress`.
-    Raises ValueError: an argument out of its range, or a `resume` of another setup, before any decoding. Raises
-    Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Comparison` of the finished configurations, with
-    `complete` False."""
+    Raises ValueError, before any decoding: an argument out of its range, or a `resume` with another setup. Raises
+    Interrupted (a KeyboardInterrupt) at Ctrl-C; its `output` is the incomplete `Comparison`."""
     todo = configurations(names, defaults)
     caches.create(cache)
     suffix = Suffix.from_value(suffix)
@@ -301,10 +302,10 @@ def compare(
     machine |= {"paradec": __version__, "torch": torch.__version__}
     comparison = Comparison(setup, machine, {q.task: q.many for q in questions})
     comparison.prompts = [{"task": question.task, "prompt": question.prompt} for question in questions]
-    finished = {} if resume is None else _finished(resume, setup)
+    finished = {} if resume is None else _reusable_results(resume, setup)
     comparison.num_total = len(todo) * len(questions)
     work = [_expected_forwards(configuration, new) for configuration in todo]
-    # resumed results stay, even if their configuration was not requested now
+    # results of `resume` stay, even if `names` does not contain their configuration
     order = list(dict.fromkeys([*(configuration.name for configuration in todo), *finished]))
     comparison.results = [finished[name] for name in order if name in finished]
     done_work = 0.0
@@ -314,7 +315,7 @@ def compare(
         for configuration, expected in zip(todo, work, strict=True):
             num_before = comparison.num_answered
             if configuration.name not in finished:
-                result = Result(configuration, source=_source(configuration))
+                result = Result(configuration, source=_sampler_digest(configuration))
                 for num_measured in _measure(result, model, questions, batch, request):
                     comparison.num_answered = num_before + num_measured
                     if progress is not None:
@@ -336,7 +337,7 @@ def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any])
     setup |= {"blocks": repr(policy), "baseline": BASELINE, "draws": DRAWS}
     setup["tasks"] = dict(Counter(question.task for question in questions))
     setup["questions"] = hashlib.sha256("\n".join(question.key for question in questions).encode()).hexdigest()[:16]
-    digest = _digest(type(caches.create(request["cache"])))
+    digest = _file_digest(type(caches.create(request["cache"])))
     setup |= {} if digest is None else {"cache_source": digest}
     # optional settings have an entry only if they are set
     if request["constraint"] is not None:
@@ -347,8 +348,8 @@ def _setup(model: Model, questions: Sequence[Question], request: dict[str, Any])
 def _measure(
     result: Result, model: Model, questions: Sequence[Question], batch: int, request: dict[str, Any]
 ) -> Iterator[int]:
-    """Decode all questions with one configuration, and fill its result. Yields the number of answers after every batch;
-    right answers per task are set at the end. request: arguments of `generate` that all configurations share."""
+    """Decode all questions with the configuration of `result`, and fill `result`. Yields the number of answers after
+    every batch. request: arguments of `generate` that all configurations share."""
     configuration, new = result.configuration, request["max_new_tokens"]
     method = configuration.make()
     policy = choose_policy(method, model, None, request["block_length"])
@@ -384,9 +385,9 @@ def _measure(
 
 
 def _is_supported(configuration: Configuration, model: Model, prompt: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a sampler supports the model and the request; warns if not. For samplers that the caller did not name."""
+    """Check whether a sampler supports the model and the request; warn if it does not."""
     if configuration.sampler == BASELINE:
-        return True  # if it fails, the request is wrong
+        return True  # if the baseline fails, the request is wrong: `compare` raises later
     try:
         configuration.make().start(model, prompt, **arguments)
     except ValueError as error:
@@ -397,43 +398,43 @@ def _is_supported(configuration: Configuration, model: Model, prompt: Any, argum
 
 
 def _expected_forwards(configuration: Configuration, new: int) -> float:
-    """Estimate the forwards per prompt, for the progress bar."""
+    """Estimate the number of forwards per prompt, for the progress bar."""
     steps = configuration.request(new).get("steps")
     if steps is not None:
         return steps / 2
     return new / 2 if configuration.make().uses_steps else new / 16
 
 
-def _finished(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
+def _reusable_results(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
     for name in resume.setup | setup:
         earlier, current = resume.setup.get(name), setup.get(name)
         if earlier != current:
             raise ValueError(
                 f"the comparison to resume has {name}={short_repr(earlier)}, this one has {name}={short_repr(current)}"
             )
-    results = [result for result in resume.results if result.source in (None, _source(result.configuration))]
+    results = [result for result in resume.results if result.source in (None, _sampler_digest(result.configuration))]
     return {result.configuration.name: result for result in results}
 
 
-def _source(configuration: Configuration) -> str | None:
-    """Digest of a custom sampler's file; None for paradec's samplers and combinations."""
+def _sampler_digest(configuration: Configuration) -> str | None:
+    """Compute the digest of a custom sampler's file; None for paradec's samplers and for combinations."""
     if configuration.sampler not in samplers.registry:
         return None
-    return _digest(samplers.get(configuration.sampler))
+    return _file_digest(samplers.get(configuration.sampler))
 
 
-def _digest(cls: type) -> str | None:
-    """Digest of the file of a class; None for paradec's classes."""
+def _file_digest(cls: type) -> str | None:
+    """Compute the digest of a class's file; None for paradec's classes."""
     if cls.__module__.startswith("paradec."):
         return None
     try:
         return hashlib.sha256(Path(inspect.getfile(cls)).read_bytes()).hexdigest()[:16]
-    except (OSError, TypeError):  # a class without a file, from a notebook
+    except (OSError, TypeError):  # a class from a notebook has no file
         return None
 
 
-NO_POSITION = 2**62  # marks a row in which a step decided nothing
-MIN_PADDING_SHARE = 0.1  # smallest share of forwards that `padding_lines` reports
+NO_POSITION = 2**62  # replaces the position if a step decided nothing in a row
+MIN_PADDING_SHARE = 0.1  # smallest share of padding forwards that `padding_lines` reports
 
 
 class PaddingCounter:
@@ -448,13 +449,13 @@ class PaddingCounter:
             self._first.append((commit.rows, first.cpu()))
 
     def forwards(self, output: Output) -> int:
-        """Number of forwards, over all rows, that decided tokens only after the end of the row's answer."""
+        """Count the forwards, over all rows, that decided tokens only after the end of the row's answer."""
         lengths = output.attention_mask.sum(1).cpu() - output.new_tokens.shape[1] + torch.tensor(output.tokens)
         return sum(int(((first >= lengths[rows]) & (first < NO_POSITION)).sum()) for rows, first in self._first)
 
 
 def padding_lines(results: Iterable[Any]) -> list[str]:
-    """A heading, and a line for each `Result` with a tenth or more of its forwards on padding only; [] without any."""
+    """Build a heading, and a line for each `Result` with at least 10 % padding forwards; [] if there is none."""
     lines = [
         f"  {result.configuration.name}: {result.padding_forwards / result.right()[1]:.1f} of {result.nfe:.1f}"
         for result in results

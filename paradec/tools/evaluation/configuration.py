@@ -14,19 +14,19 @@ from paradec.request import Request
 BASELINE = "threshold"
 """The sampler whose defaults are the baseline: confidence 0.9."""
 STAGED = "union(rules=['localleap'], stages=['credit'])"
-"""The logits stage of credit before the rule of localleap."""
+"""The logits stage of `credit`, followed by the rule of `localleap`."""
 COMBINATIONS = ("credit+localleap", STAGED, "factor+localleap", "klass+persistence")
-"""Combinations that are compared besides the registered samplers: the three fastest and the most accurate of a dozen on
-the packaged prompts."""
+"""Combinations that are compared with the registered samplers: of a dozen combinations, the three fastest and the most
+accurate on the packaged prompts."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A sampler with changed settings; without changes, with its defaults.
+    """A sampler with changed settings, or with its defaults if `changes` is empty.
 
     `sampler` is a registered name or a combination with its settings ("credit+localleap"). `changes` are settings of
-    the sampler and fields of the request, as in an entry of its `sweep`. A fraction for `steps` is a share of the
-    undecided positions.
+    the sampler and fields of the request, as in an entry of its `sweep`. `steps` may be a float: the number of steps as
+    a share of the undecided positions.
     """
 
     sampler: str
@@ -43,7 +43,7 @@ class Configuration:
         return ", ".join(f"{name}={to_data(value)}" for name, value in self.changes.items()) or "default"
 
     def make(self) -> Sampler:
-        """Create the sampler. Raises ValueError: an unknown name, or a value out of its range."""
+        """Create the sampler. Raises ValueError: the sampler or a setting is unknown, or a value out of its range."""
         settings = self._sampler_settings()
         return samplers.create(self.sampler, **{k: v for k, v in self.changes.items() if k in settings})
 
@@ -51,7 +51,7 @@ class Configuration:
         return samplers.get(self.sampler).settings() if self.sampler in samplers.registry else ()
 
     def request(self, positions: int, blocks: int = 1) -> dict[str, Any]:
-        """Arguments for `generate`, for an answer with `positions` undecided positions in `blocks` blocks."""
+        """Build arguments for `generate`, for an answer with `positions` undecided positions in `blocks` blocks."""
         settings = self._sampler_settings()
         fields = {name: value for name, value in self.changes.items() if name not in settings}
         if isinstance(fields.get("steps"), float):
@@ -62,11 +62,11 @@ class Configuration:
 def configurations(
     names: str | Iterable[str | Configuration] | None = None, defaults: bool = False
 ) -> list[Configuration]:
-    """List the baseline, then every sampler with its defaults and with each entry of its `sweep`.
+    """List the baseline, and each sampler with its defaults and with each entry of its `sweep`.
 
-    names: samplers, combinations as text, and `Configuration`s; None is every masked sampler and `COMBINATIONS`.
+    names: names of samplers or combinations, and `Configuration`s; None is all masked samplers and `COMBINATIONS`.
     defaults: whether to leave out the entries of `sweep`.
-    Raises ValueError: an unknown sampler, one of another family, or a `sweep` with an unknown name."""
+    Raises ValueError: an unknown sampler, a sampler of another family, or a `sweep` with an unknown name."""
     if names is None:
         names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
         names += COMBINATIONS

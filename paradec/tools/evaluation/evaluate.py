@@ -1,4 +1,4 @@
-"""Evaluation of a recipe with lm-evaluation-harness, and a plan of the evaluation (`paradec eval`)."""
+"""Evaluation of a recipe with lm-evaluation-harness (`paradec eval`), and a description of the run in advance."""
 
 from __future__ import annotations
 
@@ -41,25 +41,26 @@ def evaluate(
         recipe: the evaluation.
         model: a loaded model, which replaces the recipe's.
         device: as in `paradec.load`.
-        use_cache: prefix of the name of the harness' file of answers (`answers_draws2_rank0.db`), from which an
-            interrupted run of an equal recipe continues. The name includes the version of the draws.
-        log_samples: whether the result has every prompt and answer.
-        bootstrap_iters: number of resamples for standard errors without a formula; 0 leaves these errors out.
+        use_cache: prefix of the name of the harness' file of answers. "answers" gives `answers_draws2_rank0.db`, where 2
+            is the version of random numbers. If the file exists, a run of an equal recipe continues from it.
+        log_samples: whether the result includes all prompts and answers.
+        bootstrap_iters: number of resamples for standard errors that have no formula; 0 leaves these errors out.
 
     Returns:
-        JSON data: "schema", "recipe", "met" (versions, the weights' commit, device, dtype, chat template), the harness'
-        "results" and "groups", "config" with the costs of decoding, and "samples" with `log_samples`.
+        JSON data: "schema", "recipe", "met" (versions, the weights' commit, device, dtype, use of a chat template,
+        seconds), the harness' "results" and "groups", "config" with the costs of decoding, and "samples" if
+        `log_samples`.
 
     Raises:
         ModuleNotFoundError: the extra `eval` is missing. ValueError: the recipe cannot be run.
-        Interrupted (a KeyboardInterrupt): Ctrl-C; finished answers are in `use_cache`.
+        Interrupted (a KeyboardInterrupt): Ctrl-C; the file of `use_cache` has the finished answers.
     """
     from paradec.tools.evaluation.harness import ParadecLM
 
     check_int("bootstrap_iters", bootstrap_iters, low=0)
     import lm_eval
 
-    manager = build_task_manager(recipe)  # raises for an unknown task before minutes of loading
+    manager = build_task_manager(recipe)  # before loading weights, as it raises for an unknown task
     arguments = recipe.to_arguments()
     start = time.time()
     loading: dict[str, Any] = (
@@ -114,7 +115,7 @@ def build_task_manager(recipe: Recipe) -> Any:
     folders = [str(TASKS), *([recipe.include] if recipe.include else [])]
     manager = TaskManager(include_path=folders, include_defaults=False)
     if all(manager.match_tasks([task]) for task in recipe.tasks):
-        return manager  # the harness' tasks are not needed: reading their thousands of files takes seconds
+        return manager  # do not read the thousands of files of the harness' own tasks: it takes seconds
     manager = TaskManager(include_path=folders)
     for task in recipe.tasks:
         if not manager.match_tasks([task]):
@@ -123,7 +124,7 @@ def build_task_manager(recipe: Recipe) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of paradec and of `PACKAGES`."""
+    """List the installed versions of paradec and of `PACKAGES`."""
     releases = {"paradec": paradec.__version__}
     for package in PACKAGES:
         try:
@@ -144,7 +145,7 @@ def describe_version_changes(recipe: Recipe) -> list[str]:
 
 
 def find_commit(recipe: Recipe) -> str | None:
-    """The commit of the recipe's downloaded weights; None for folders, and if the weights are not downloaded."""
+    """Find the commit of the recipe's downloaded weights; None for a folder, or if nothing is downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
     if recipe.model is None or os.path.exists(recipe.model):
@@ -157,9 +158,9 @@ def find_commit(recipe: Recipe) -> str | None:
 
 
 def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
-    """Describe a recipe's run without loading weights, for prompts of about `prompt_tokens` tokens. Returns JSON data:
-    the recipe, the sampler with its settings, whether the harness knows the tasks, the commit of the downloaded
-    weights, versions, missing parts, and "memory", the bytes of a batch. Raises ValueError: as `build_task_manager`."""
+    """Describe a recipe's run without loading weights. Returns JSON data: the recipe, the sampler with its settings,
+    whether the harness has the tasks, the commit of the downloaded weights, versions, missing parts, and "memory": the
+    bytes of a batch with prompts of `prompt_tokens` tokens. Raises the ValueError of `build_task_manager`."""
     method = recipe.method()
     missing: list[str] = []
     try:
@@ -183,7 +184,7 @@ def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
 
 
 def _memory(recipe: Recipe, prompt_tokens: int) -> dict[str, Any]:
-    """Bytes that a batch of answers needs, or {"unknown": reason} without config.json on this disk."""
+    """Estimate the bytes of a batch of answers; {"unknown": reason} if config.json is not on this disk."""
     request: Mapping[str, Any] = recipe.to_arguments()
     folder = str(Path(paradec.__file__).parent / "assets" / PACKAGED) if recipe.model is None else recipe.model
     if not os.path.isdir(folder):

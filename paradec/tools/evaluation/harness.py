@@ -4,9 +4,8 @@
 >>> lm = ParadecLM("GSAI-ML/LLaDA-8B-Instruct", max_new_tokens=256, batch_size=8)                # doctest: +SKIP
 >>> lm_eval.simple_evaluate(lm, tasks=["gsm8k"], apply_chat_template=True)                      # doctest: +SKIP
 
-Needs the extra `eval`. Importing this module registers the model as "paradec", after the harness' models (otherwise the
-harness would not load these). Harnesses after 0.4.13 find it by the entry point "lm_eval.models"; with 0.4.13 use
-`paradec eval`, which imports this module.
+Needs the extra `eval`. Importing this module registers the model as "paradec". lm-evaluation-harness finds the module
+by the entry point "lm_eval.models" since the release after 0.4.13; with 0.4.13 use `paradec eval`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 try:
-    import lm_eval.models  # noqa: F401  (first: the harness loads no models if its registry has one)
+    import lm_eval.models  # noqa: F401  (first: the harness does not load its models if the registry has an entry)
     from lm_eval import utils as harness_utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
@@ -31,14 +30,15 @@ __all__ = ["TASKS", "ParadecLM"]
 
 @register_model("paradec")
 class ParadecLM(HarnessModel, TemplateLM):
-    """A paradec model for the harness, with the arguments of `paradec.tools.evaluation.answers.HarnessModel`."""
+    """A paradec model for the harness. Arguments: see `paradec.tools.evaluation.answers.HarnessModel`."""
 
     def keep(self, kind: str, arguments: Any, answer: Any) -> None:
         self.cache_hook.add_partial(kind, arguments, answer)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, window by window; the first window follows the token `prefix_token_id`."""
-        check_greedy, self.check_greedy = self.check_greedy, False  # the harness does not use it here
+        """Compute the log-likelihood of each text: the sum over its windows. The first window's context is the token
+        `prefix_token_id`."""
+        check_greedy, self.check_greedy = self.check_greedy, False  # for texts, the harness needs no check
         totals: list[float] = []
         try:
             for request in requests:

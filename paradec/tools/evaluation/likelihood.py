@@ -4,18 +4,18 @@ For a continuation x of L tokens after a context:
 
 - "exact": log p(x) of causal models, from one forward.
 - "monte_carlo": the lower bound on log p(x) that masked models are trained with (LLaDA, arXiv 2502.09992, equation 6
-  and `get_log_likelihood`): l ~ uniform{1, ..., L} positions, chosen uniformly, are masked;
+  and `get_log_likelihood`). A masking is a random subset of positions: its size l is uniform on 1, ..., L. The bound is
 
-      E[ (L / l) sum over the masked i of log p(x_i | the rest) ]
+      E[ (L / l) sum over the masked positions i of log p(x_i | context and unmasked positions) ]
 
-- "chain": sum of log p(x_i | positions before i in an order, the others masked): the log-likelihood of decoding in that
-  order. Its mean over all orders is the expectation above.
+- "chain": for an order of the positions, the sum over i of log p(x_i | context and positions before i in the order).
+  This is the log-likelihood of decoding in this order. Its mean over all orders is the bound above.
 
-For block-causal models the value is the sum over blocks, each given the earlier blocks. Positions of the last block
-after the continuation's end stay masked.
+For block-causal models the value is the sum over blocks, each conditioned on the earlier blocks. Positions of the last
+block after the continuation's end stay masked.
 
-Difference from LLaDA's code: it rounds fractional l by `torch.round` (halves to even), which for some L favours even l.
-Here every l is equally likely. If a continuation has at most `samples` maskings, each of them is evaluated once.
+Difference from LLaDA's code: LLaDA rounds fractional l by `torch.round` (halves to even), which for some L favours even
+l. Here every l is equally likely. If a continuation has at most `samples` maskings, each is evaluated exactly once.
 """
 
 from __future__ import annotations
@@ -46,34 +46,34 @@ from paradec.samplers.start import row_keys
 
 @dataclass(frozen=True)
 class Masking:
-    """One row to evaluate."""
+    """A partly masked row, which is evaluated as one row of a forward."""
 
     tokens: list[int]
     positions: list[int]
     """Positions of `tokens` whose log-probabilities are summed."""
-    ids: list[int]
-    """The continuation's ids at these positions."""
-    context: int
+    targets: list[int]
+    """The continuation's ids at `positions`."""
+    num_context: int
     """Number of tokens before the continuation."""
     weight: float
-    stratum: int
-    """Index of a stratum; the weighted values of a stratum sum to one estimate."""
+    stratum_index: int
+    """Index of a stratum. Its rows' sums, each times its `weight`, add up to one estimate."""
 
 
 @dataclass(frozen=True)
-class MaskingSpan:
-    """Maskings of a span: a continuation, or for a block-causal model its part in one block."""
+class SpanMaskings:
+    """Maskings of a span. The span is the continuation, or for a block-causal model its part in one block."""
 
     rows: list[Masking]
-    samples: int
+    num_samples: int
     """Number of maskings or orders."""
-    drawn: bool
+    is_random: bool
     """Whether maskings or orders were drawn at random."""
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Positions [begin, end) of the continuation, evaluated in rows of `width` tokens."""
+    """Positions [begin, end) of the row (context and continuation), evaluated in rows of `width` tokens."""
 
     begin: int
     end: int
@@ -81,111 +81,115 @@ class _Span:
 
 
 def chain_maskings(
-    facts: ModelFacts, context: list[int], continuation: list[int], order: str, samples: int, seed: int
-) -> list[MaskingSpan]:
-    """Build a row for each position of each order: earlier positions of the order are visible, the others masked."""
-    row, parts = context + continuation, []
-    keys = _keys(seed, row)
-    for span in _spans(facts, len(context), len(continuation)):
+    facts: ModelFacts, context: list[int], continuation: list[int], order: str, num_orders: int, seed: int
+) -> list[SpanMaskings]:
+    """Build the maskings of "chain", for each span. Each position of each order has a masking, in which this position
+    and the later ones of the order are masked. num_orders: only for random orders."""
+    row, maskings = context + continuation, []
+    key = _row_key(seed, row)
+    for span in _split_spans(facts, len(context), len(continuation)):
         is_random = order == "random" and span.end - span.begin > 1
         if is_random:
-            orders = span.begin + _uniform_scores(keys, span, samples).argsort(axis=1, kind="stable")
+            orders = span.begin + _uniform_scores(key, span, num_orders).argsort(axis=1, kind="stable")
         else:
             positions = np.arange(span.begin, span.end)
             orders = (positions[::-1] if order == "right_to_left" else positions)[None]
         rows = [
-            _masking(row, facts, span, len(context), positions_in_order[k:], [position], 1.0, stratum)
-            for stratum, positions_in_order in enumerate(orders.tolist())
+            _build_masking(row, facts, span, len(context), positions_in_order[k:], [position], 1.0, order_index)
+            for order_index, positions_in_order in enumerate(orders.tolist())
             for k, position in enumerate(positions_in_order)
         ]
-        parts.append(MaskingSpan(rows, len(orders), is_random))
-    return parts
+        maskings.append(SpanMaskings(rows, len(orders), is_random))
+    return maskings
 
 
 def random_maskings(
     facts: ModelFacts, context: list[int], continuation: list[int], samples: int, stratum: int, seed: int
-) -> list[MaskingSpan]:
-    """Draw random maskings, in strata of `stratum` maskings with evenly spread numbers of masks. If there are at most
-    `samples` maskings, list all instead."""
-    row, parts = context + continuation, []
-    keys = _keys(seed, row)
-    for span in _spans(facts, len(context), len(continuation)):
+) -> list[SpanMaskings]:
+    """Draw `samples` maskings of each span, in strata of `stratum` maskings whose sizes are spread evenly. A span with
+    at most `samples` possible maskings gets all of them instead."""
+    row, maskings = context + continuation, []
+    key = _row_key(seed, row)
+    for span in _split_spans(facts, len(context), len(continuation)):
         length = span.end - span.begin
         is_exhaustive = length < samples.bit_length() + 1 and 2**length - 1 <= samples
-        chosen: list[tuple[Sequence[int], float, int]] = []
+        chosen: list[tuple[Sequence[int], float, int]] = []  # positions, weight, index of the stratum
         if is_exhaustive:
             for size in range(1, length + 1):
-                # L / size is the estimate's weight; each size has probability 1 / L, divided evenly among its subsets
+                # weight L / size, times the subset's probability: 1 / L for its size, 1 / C(L, size) within the size
                 weight = 1 / (size * math.comb(length, size))
                 subsets = itertools.combinations(range(span.begin, span.end), size)
                 chosen += [(subset, weight, 0) for subset in subsets]
         else:
-            per_stratum = min(stratum, samples)
-            sizes = _mask_counts(keys, span.begin, length, samples, per_stratum)
-            ranks = _uniform_scores(keys, span, samples).argsort(axis=1, kind="stable")
-            for index, (size, ranked) in enumerate(zip(sizes, ranks, strict=True)):
-                positions = sorted((span.begin + ranked[:size]).tolist())
-                chosen.append((positions, length / (size * per_stratum), index // per_stratum))
+            stratum_size = min(stratum, samples)
+            sizes = _draw_sizes(key, span.begin, length, samples, stratum_size)
+            orders = _uniform_scores(key, span, samples).argsort(axis=1, kind="stable")
+            for index, (size, order) in enumerate(zip(sizes, orders, strict=True)):
+                positions = sorted((span.begin + order[:size]).tolist())
+                chosen.append((positions, length / (size * stratum_size), index // stratum_size))
         rows = [
-            _masking(row, facts, span, len(context), positions, positions, weight, index)
-            for positions, weight, index in chosen
+            _build_masking(row, facts, span, len(context), positions, positions, weight, stratum_index)
+            for positions, weight, stratum_index in chosen
         ]
-        parts.append(MaskingSpan(rows, len(rows), not is_exhaustive))
-    return parts
+        maskings.append(SpanMaskings(rows, len(rows), not is_exhaustive))
+    return maskings
 
 
-def _spans(facts: ModelFacts, context: int, length: int) -> list[_Span]:
-    stop, block = context + length, facts.block_length
+def _split_spans(facts: ModelFacts, num_context: int, length: int) -> list[_Span]:
+    """Split the continuation, of `length` tokens, at the block boundaries of a block-causal model."""
+    stop, block = num_context + length, facts.block_length
     if facts.topology != "block_causal" or block is None:
-        return [_Span(context, stop, stop)]
-    first = context if facts.prompt_aligned else 0
-    cuts = [context, *range(context + block - (context - first) % block, stop, block), stop]
+        return [_Span(num_context, stop, stop)]
+    first_block = num_context if facts.prompt_aligned else 0
+    cuts = [num_context, *range(num_context + block - (num_context - first_block) % block, stop, block), stop]
     longest = facts.max_length or stop + block
-    return [_Span(a, b, min(first - (first - b) // block * block, longest)) for a, b in itertools.pairwise(cuts)]
+    widths = [min(first_block - (first_block - end) // block * block, longest) for end in cuts[1:]]
+    return [_Span(*span) for span in zip(cuts, cuts[1:], widths)]
 
 
-def _masking(
+def _build_masking(
     row: list[int],
     facts: ModelFacts,
     span: _Span,
-    context: int,
-    hidden: Sequence[int],
-    targets: Sequence[int],
+    num_context: int,
+    masked: Sequence[int],
+    positions: Sequence[int],
     weight: float,
-    stratum: int,
+    stratum_index: int,
 ) -> Masking:
-    """Build a row of the span's width, with masks at `hidden` and after the span's end; its targets are `targets`."""
+    """Build a masking of the span's width, with masks at the positions `masked` and after the span's end."""
     tokens = row[: span.end] + [facts.mask_id] * (span.width - span.end)
-    for position in hidden:
+    for position in masked:
         tokens[position] = facts.mask_id
-    return Masking(tokens, [*targets], [row[position] for position in targets], context, weight, stratum)
+    targets = [row[position] for position in positions]
+    return Masking(tokens, [*positions], targets, num_context, weight, stratum_index)
 
 
-def _keys(seed: int, row: list[int]) -> Tensor:
+def _row_key(seed: int, row: list[int]) -> Tensor:
     return torch.as_tensor(row_keys([seed], [row]))
 
 
-def _uniform_scores(keys: Tensor, span: _Span, samples: int) -> np.ndarray:
-    """[samples, L] uniform draws; sorting a row of them gives a random order of the positions."""
+def _uniform_scores(key: Tensor, span: _Span, samples: int) -> np.ndarray:
+    """Draw uniform numbers [samples, L] for the span's L positions. Sorting a row gives a random order."""
     positions = torch.arange(span.begin, span.end).expand(samples, -1)
-    uniform = rng.uniform(keys.expand(samples, -1), torch.arange(samples), positions, 1, rng.POSITION_STREAM)
+    uniform = rng.uniform(key.expand(samples, -1), torch.arange(samples), positions, 1, rng.POSITION_STREAM)
     return uniform.squeeze(-1).numpy()
 
 
-def _mask_counts(keys: Tensor, start: int, length: int, samples: int, stratum: int) -> list[int]:
-    """Number of masked positions of each masking: uniform on 1 to L, and spread evenly within a stratum."""
-    strata = samples // stratum
-    position = torch.full((strata, 1), start)
-    first = rng.uniform(keys.expand(strata, -1), torch.arange(strata), position, 1, rng.TOKEN_STREAM).view(strata)
-    offsets = (first * length).long().clamp(max=length - 1)
-    steps = torch.arange(stratum) * length // stratum
+def _draw_sizes(key: Tensor, start: int, length: int, samples: int, stratum_size: int) -> list[int]:
+    """Draw the number of masked positions of each masking: uniform on 1 to `length`, evenly spread in each stratum."""
+    num_strata = samples // stratum_size
+    position = torch.full((num_strata, 1), start)
+    draws = rng.uniform(key.expand(num_strata, -1), torch.arange(num_strata), position, 1, rng.TOKEN_STREAM)
+    offsets = (draws.view(num_strata) * length).long().clamp(max=length - 1)
+    steps = torch.arange(stratum_size) * length // stratum_size
     return ((offsets.unsqueeze(1) + steps) % length + 1).flatten().tolist()
 
 
 METHODS = ("exact", "monte_carlo", "chain")
 ORDERS = ("left_to_right", "right_to_left", "random")
 SUPPORTED_KINDS = ("text",)
-"""Supported kinds of models (of `paradec.core.checks.MODELS`)."""
+"""Kinds of models that have a likelihood (names in `paradec.core.checks.MODELS`)."""
 MAX_SAMPLES = 2**20
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -194,16 +198,16 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True)
 class Likelihood:
-    """A log-likelihood, or an estimate of one."""
+    """A log-likelihood, or an estimate of it."""
 
     value: float
     """In nats."""
     variance: float
-    """Variance of `value` as an estimate: 0 if nothing was drawn, NaN for a single draw."""
+    """Variance of the estimate `value`: 0 if nothing was random, NaN if there was a single stratum or order."""
     samples: int
     """Number of maskings or orders that `value` averages; 1 if it is exact."""
     forwards: int
-    """Number of rows evaluated (under guidance, each counts twice)."""
+    """Number of rows evaluated. With guidance, each row counts twice."""
     greedy: bool | None = None
     """Whether every token of the continuation was the likeliest one; None for masked models."""
 
@@ -227,18 +231,18 @@ def log_likelihoods(
 ) -> Iterator[Likelihood]:
     """Yield the log-likelihoods of continuations, in the order of the pairs.
 
-    Up to rounding, a value depends only on its ids, the seed and the settings, not on the batch size.
+    Up to rounding, a value depends on its pair, the seed and the settings, but not on other pairs or the batch size.
 
     Args:
         model: a language model, masked or causal.
-        pairs: (context, continuation) as ids. Masked models without a shift also accept an empty context.
-        method: of `METHODS`; None is "exact" for causal models and "monte_carlo" for masked ones.
-        samples: maskings of "monte_carlo" (128 is LLaDA's), and orders of "chain" with order "random".
-        stratum: number of maskings whose l are spread evenly over 1 to L (16 is LLaDA's batch); `samples` must be a
-            multiple of it, or smaller. The variance is that of the strata's means.
-        order: of "chain".
-        guidance_scale: as in `paradec.Request` (LLaDA's cfg + 1); the second branch has a masked context.
-        seed: of the draws. batch_size: rows evaluated together.
+        pairs: (context, continuation) as ids. Masked models without shifted logits also accept an empty context.
+        method: one of `METHODS`; None is "exact" for causal models and "monte_carlo" for masked models.
+        samples: number of maskings of "monte_carlo" (LLaDA: 128), or of orders of "chain" with order "random".
+        stratum: number of maskings whose l are spread evenly over 1 to L (LLaDA: 16, its batch size). `samples` must be
+            a multiple of it, or smaller. `Likelihood.variance` is computed from the estimates of the strata.
+        order: one of `ORDERS`, for "chain".
+        guidance_scale: as in `paradec.Request` (LLaDA's cfg + 1). The unconditional branch has a masked context.
+        seed: seed of the random maskings and orders. batch_size: number of rows evaluated together.
 
     Raises:
         ValueError, TypeError: an argument out of its range, before any forward.
@@ -268,21 +272,21 @@ def log_likelihoods(
     for index, pair in enumerate(pairs):
         _check_pair(model, index, pair)
 
-    def build_spans(pair: Pair) -> list[MaskingSpan]:
+    def build_maskings(pair: Pair) -> list[SpanMaskings]:
         context, continuation = list(map(int, pair[0])), list(map(int, pair[1]))
         if method == "exact":
             # one row: a causal model predicts every position from the tokens before it
             row, start = context + continuation, len(context)
-            return [MaskingSpan([Masking(row, [*range(start, len(row))], continuation, start, 1.0, 0)], 1, False)]
+            return [SpanMaskings([Masking(row, [*range(start, len(row))], continuation, start, 1.0, 0)], 1, False)]
         if method == "chain":
             return chain_maskings(facts, context, continuation, order, samples, seed)
         return random_maskings(facts, context, continuation, samples, stratum, seed)
 
-    return _evaluate_pairs(model, [*pairs], build_spans, guidance_scale, batch_size)
+    return _evaluate_pairs(model, [*pairs], build_maskings, guidance_scale, batch_size)
 
 
 def _check_pair(model: Any, index: int, pair: Pair) -> None:
-    """Raise ValueError for a pair without a likelihood on this model."""
+    """Raise ValueError or TypeError if the model has no likelihood of the pair."""
     context, continuation = pair
     if isinstance(context, str) or isinstance(continuation, str):
         ids = "model.tokenizer(text, add_special_tokens=False)['input_ids']"
@@ -305,73 +309,78 @@ def _check_pair(model: Any, index: int, pair: Pair) -> None:
 
 
 def _evaluate_pairs(
-    model: Any, pairs: list[Pair], build_spans: Callable[[Pair], list[MaskingSpan]], scale: float, batch_size: int
+    model: Any, pairs: list[Pair], build_maskings: Callable[[Pair], list[SpanMaskings]], scale: float, batch_size: int
 ) -> Iterator[Likelihood]:
-    """Evaluate the rows of all pairs in batches of `batch_size`, which may mix pairs."""
-    plans: list[list[MaskingSpan]] = []
-    sums: list[list[np.ndarray]] = []
-    """The strata's values, for each pair and each of its parts."""
-    greedy, remaining, num_done = [True] * len(pairs), [0] * len(pairs), 0
+    """Evaluate the rows of all pairs in batches of `batch_size`. A batch may contain rows of several pairs."""
+    maskings: list[list[SpanMaskings]] = []
+    estimates: list[list[np.ndarray]] = []
+    """For each pair and span: the estimates of the strata."""
+    is_greedy, num_remaining, num_done = [True] * len(pairs), [0] * len(pairs), 0
 
-    def rows() -> Iterator[tuple[int, int, Masking]]:
-        for index, pair in enumerate(pairs):
-            plans.append(build_spans(pair))
-            sums.append([np.zeros(part.rows[-1].stratum + 1) for part in plans[-1]])
-            remaining[index] = sum(len(part.rows) for part in plans[-1])
-            yield from ((index, part_index, row) for part_index, part in enumerate(plans[-1]) for row in part.rows)
+    def generate_rows() -> Iterator[tuple[int, int, Masking]]:
+        for pair_index, pair in enumerate(pairs):
+            spans = build_maskings(pair)
+            maskings.append(spans)
+            estimates.append([np.zeros(span.rows[-1].stratum_index + 1) for span in spans])
+            num_remaining[pair_index] = sum(len(span.rows) for span in spans)
+            yield from ((pair_index, span_index, row) for span_index, span in enumerate(spans) for row in span.rows)
 
-    source = rows()
-    while batch := list(itertools.islice(source, batch_size)):
-        log_probs = _log_probs(model, [row for *_, row in batch], scale)
-        for (index, part_index, row), (value, is_best) in zip(batch, log_probs, strict=True):
-            sums[index][part_index][row.stratum] += row.weight * value
-            greedy[index] &= is_best
-            remaining[index] -= 1
-        while num_done < len(plans) and remaining[num_done] == 0:
-            yield _likelihood(model, plans[num_done], sums[num_done], greedy[num_done], scale)
-            plans[num_done], sums[num_done] = [], []  # free memory: thousands of pairs have millions of rows
+    rows = generate_rows()
+    while batch := list(itertools.islice(rows, batch_size)):
+        log_probs = _sum_log_probs(model, [row for *_, row in batch], scale)
+        for (pair_index, span_index, row), (value, is_likeliest) in zip(batch, log_probs, strict=True):
+            estimates[pair_index][span_index][row.stratum_index] += row.weight * value
+            is_greedy[pair_index] &= is_likeliest
+            num_remaining[pair_index] -= 1
+        while num_done < len(maskings) and num_remaining[num_done] == 0:
+            yield _build_likelihood(model, maskings[num_done], estimates[num_done], is_greedy[num_done], scale)
+            maskings[num_done], estimates[num_done] = [], []  # free memory: thousands of pairs have millions of rows
             num_done += 1
 
 
-def _likelihood(model: Any, parts: list[MaskingSpan], sums: list[np.ndarray], greedy: bool, scale: float) -> Likelihood:
+def _build_likelihood(
+    model: Any, spans: list[SpanMaskings], estimates: list[np.ndarray], is_greedy: bool, scale: float
+) -> Likelihood:
     value, variance = 0.0, 0.0
-    for part, strata in zip(parts, sums, strict=True):
+    for span, strata in zip(spans, estimates, strict=True):
         value += float(strata.mean())
-        if part.drawn:
+        if span.is_random:
             variance += float(strata.var(ddof=1)) / len(strata) if len(strata) > 1 else math.nan
-    rows = sum(len(part.rows) for part in parts) * (1 if scale == 1 else 2)
-    causal = model.facts.topology == "causal"
-    return Likelihood(value, variance, max(part.samples for part in parts), rows, greedy if causal else None)
+    num_rows = sum(len(span.rows) for span in spans) * (1 if scale == 1 else 2)
+    num_samples = max(span.num_samples for span in spans)
+    return Likelihood(value, variance, num_samples, num_rows, is_greedy if model.facts.topology == "causal" else None)
 
 
-def _log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
-    """For each row: the sum of the log-probabilities of its ids, and whether each id was the likeliest token."""
+def _sum_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
+    """For each row: the sum of its targets' log-probabilities, and whether each target was the likeliest token."""
     results: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
     buckets: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         buckets.setdefault(0 if model.pads else len(row.tokens), []).append(index)
     for bucket in buckets.values():
-        for index, result in zip(bucket, _bucket_log_probs(model, [rows[i] for i in bucket], scale), strict=True):
+        for index, result in zip(bucket, _sum_padded_log_probs(model, [rows[i] for i in bucket], scale), strict=True):
             results[index] = result
     return results
 
 
-def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
-    """Compute `_log_probs` of rows that fit into one call, padded on the right."""
+def _sum_padded_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
+    """Compute `_sum_log_probs` in one call of the model. The rows are padded on the right."""
     facts, max_targets = model.facts, max(len(row.positions) for row in rows)
-    ids = torch.zeros(len(rows), max_targets, dtype=torch.int64)
-    targets = torch.zeros_like(ids, dtype=torch.bool)
+    targets = torch.zeros(len(rows), max_targets, dtype=torch.int64)
+    is_target = torch.zeros_like(targets, dtype=torch.bool)
     for index, row in enumerate(rows):
-        ids[index, : len(row.positions)] = torch.tensor(row.ids)
-        targets[index, : len(row.positions)] = True
-    branches = 1 if scale == 1 else 2
-    unconditional = [] if branches == 1 else [[facts.mask_id] * row.context + row.tokens[row.context :] for row in rows]
+        targets[index, : len(row.positions)] = torch.tensor(row.targets)
+        is_target[index, : len(row.positions)] = True
+    branches, unconditional = 1, list[list[int]]()
+    if scale != 1:
+        branches = 2
+        unconditional = [[facts.mask_id] * row.num_context + row.tokens[row.num_context :] for row in rows]
     branch_rows = rows * branches
     query = build_rows_query(
         model,
         [row.tokens for row in rows] + unconditional,
         [row.positions for row in branch_rows],
-        [row.context for row in branch_rows],
+        [row.num_context for row in branch_rows],
     )
     query = query.with_fields(
         rows=np.arange(len(rows)),
@@ -382,21 +391,22 @@ def _bucket_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tup
     with torch.inference_mode():
         logits = model(query)
         logits = logits if branches == 1 else apply_guidance(logits, scale)
-        log_probs = StepLogProbs.from_logits(logits, ids.to(model.device), 1)
-        chosen, is_best = log_probs.chosen.cpu(), (log_probs.best_tokens.squeeze(-1).cpu() == ids)
-    wrong = (log_probs.best.squeeze(-1).cpu().isnan() & targets).any(1).nonzero().flatten().numpy()
-    if len(wrong):
-        raise NotFinite(f"{facts.name} returned NaN or +inf for a row of {len(rows[wrong[0]].tokens)} tokens", wrong)
-    total = torch.where(targets, chosen, 0.0).sum(1).tolist()
-    return list(zip(total, (is_best | ~targets).all(1).tolist(), strict=True))
+        log_probs = StepLogProbs.from_logits(logits, targets.to(model.device), 1)
+        chosen, is_likeliest = log_probs.chosen.cpu(), (log_probs.best_tokens.squeeze(-1).cpu() == targets)
+    failed = (log_probs.best.squeeze(-1).cpu().isnan() & is_target).any(1).nonzero().flatten().numpy()
+    if len(failed):
+        raise NotFinite(f"{facts.name} returned NaN or +inf for a row of {len(rows[failed[0]].tokens)} tokens", failed)
+    sums = torch.where(is_target, chosen, 0.0).sum(1).tolist()
+    return list(zip(sums, (is_likeliest | ~is_target).all(1).tolist(), strict=True))
 
 
 def check_greedy_decoding(
     model: Any, pairs: Sequence[Pair], *, guidance_scale: float = 1.0, batch_size: int = 16
 ) -> list[bool]:
-    """For each pair, whether a masked model's greedy answer is the continuation: one token per forward, chosen by
-    confidence (LLaDA's `suffix_greedy_prediction`). End tokens do not end the answer. Raises ValueError, TypeError: as
-    `log_likelihoods`, or for a causal model (use `Likelihood.greedy`)."""
+    """For each pair, check whether a masked model's greedy answer to the context is the continuation.
+
+    Each forward decodes the most confident position (LLaDA's `suffix_greedy_prediction`). End tokens do not end the
+    answer. Raises the ValueErrors and TypeErrors of `log_likelihoods`, also for causal models and empty contexts."""
     check_model("check_greedy_decoding", model, SUPPORTED_KINDS)
     if model.facts.topology == "causal":
         raise ValueError(f"{model.facts.name} is causal: use `greedy` in the results of log_likelihoods")
@@ -411,16 +421,16 @@ def check_greedy_decoding(
     blocks = None if model.facts.topology == "block_causal" else "whole"
     for length, indices in by_length.items():
         for first in range(0, len(indices), batch_size):
-            part = indices[first : first + batch_size]
+            batch = indices[first : first + batch_size]
             output = generate(
                 model,
-                input_ids=[list(map(int, pairs[index][0])) for index in part],
+                input_ids=[list(map(int, pairs[index][0])) for index in batch],
                 sampler="low_confidence",
                 max_new_tokens=length,
                 blocks=blocks,
                 eos_early_stop=False,
                 guidance_scale=guidance_scale,
             )
-            for index, ids in zip(part, output.new_tokens.tolist(), strict=True):
+            for index, ids in zip(batch, output.new_tokens.tolist(), strict=True):
                 is_greedy[index] = ids == list(map(int, pairs[index][1]))
     return is_greedy

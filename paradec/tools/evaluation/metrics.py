@@ -11,15 +11,15 @@ import numpy as np
 from paradec.core.checks import check_int, check_number
 
 LARGEST_LOSS = 5.0
-"""Maximum loss of accuracy, in points, against the method's slowest setting; the area leaves out worse settings."""
-DRAWS = 10_000
-"""Resamples of a bootstrap."""
+"""The area leaves out settings whose accuracy is more than this many points below that of the slowest setting."""
+NUM_RESAMPLES = 10_000
+"""Number of resamples of a bootstrap."""
 DECAY = 3.0
-"""Rate at which the weight of an accuracy falls with its relative distance to the best one."""
+"""Exponential rate at which an accuracy's weight falls with its relative distance to the best accuracy."""
 
 
 def wilson(right: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a share (E. B. Wilson, JASA 22, 1927), which stays inside [0, 1].
+    """Compute Wilson's score interval of a share (E. B. Wilson, JASA 22, 1927). It stays inside [0, 1].
 
     right: successes, in [0, trials]. trials: independent trials, at least 1. confidence: coverage, in (0, 1).
     Returns (low, high), shares in [0, 1]. Raises ValueError: an argument out of its range."""
@@ -32,23 +32,23 @@ def wilson(right: int, trials: int, confidence: float = 0.95) -> tuple[float, fl
     share = right / trials
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    # at shares 0 and 1 the bound is the share itself, exactly
+    # at the shares 0 and 1, one bound is exactly the share
     return (0.0 if right == 0 else centre - half), (1.0 if right == trials else centre + half)
 
 
 def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> float:
-    """Area under one method's accuracy-parallelism curve, in points of accuracy times tokens per forward (d3LLM,
-    hao-ai-lab).
+    """Compute the area under one method's accuracy-parallelism curve, in percentage points times tokens per forward
+    (AUP of d3LLM, hao-ai-lab).
 
-    Settings are sorted by parallelism, rho_1 <= rho_2 <= ..., with accuracies y_1, y_2, ...; settings more than 5
-    points below y_1 are left out:
+    Settings are sorted by parallelism, rho_1 <= rho_2 <= ..., with accuracies y_1, y_2, ... in per cent. Settings more
+    than 5 points below y_1 are left out. The area is
 
         rho_1 y_1 + sum over i > 1 of (rho_i - rho_(i-1)) (y_i w_i + y_(i-1) w_(i-1)) / 2
 
     with w_i = min(exp(-3 (1 - y_i / best)), 1).
 
     points: (tokens per forward > 0, accuracy in per cent) of each setting, at least one.
-    best: the best accuracy of any method, in per cent; by default of `points`.
+    best: the best accuracy of any method, in per cent; by default the best in `points`.
     Raises ValueError: no points, or a number out of its range."""
     ordered = sorted(points)
     if not ordered:
@@ -70,14 +70,15 @@ def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> flo
 
 
 def bootstrap(values: Sequence[float], groups: Sequence[str] | None = None, seed: int = 0) -> tuple[float, float]:
-    """95 % interval (low, high) of the mean of `values`, by percentile bootstrap. `groups` has one name per value;
-    values of a group are drawn together. Raises ValueError: no values."""
+    """Compute the 95 % interval (low, high) of the mean of `values`, by percentile bootstrap. `groups` has one name per
+    value: the bootstrap draws groups, with all their values; None: each value is a group. Raises ValueError: no values.
+    """
     if not len(values):
         raise ValueError("values is empty; give at least one number")
-    groups = [str(group_index) for group_index in range(len(values))] if groups is None else groups
-    index = {name: k for k, name in enumerate(dict.fromkeys(groups))}
-    group_index = np.array([index[name] for name in groups])
-    sums, sizes = np.bincount(group_index, np.asarray(values, np.float64)), np.bincount(group_index)
-    resamples = np.random.default_rng(seed).integers(len(sums), size=(DRAWS, len(sums)))
+    groups = [str(index) for index in range(len(values))] if groups is None else groups
+    index_of = {name: index for index, name in enumerate(dict.fromkeys(groups))}
+    group_indices = np.array([index_of[name] for name in groups])
+    sums, sizes = np.bincount(group_indices, np.asarray(values, np.float64)), np.bincount(group_indices)
+    resamples = np.random.default_rng(seed).integers(len(sums), size=(NUM_RESAMPLES, len(sums)))
     low, high = np.quantile(sums[resamples].sum(1) / sizes[resamples].sum(1), (0.025, 0.975))
     return float(low), float(high)

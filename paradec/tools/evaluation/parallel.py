@@ -21,7 +21,7 @@ Changes = Mapping[str, Any]
 
 MAX_SETTINGS = 5
 SCHEDULE: tuple[Changes, ...] = ({}, {"steps": 1 / 4}, {"steps": 1 / 2}, {"steps": 1 / 8}, {"steps": 1 / 16})
-"""1, 4, 2, 8 and 16 tokens per step, for samplers that plan their steps."""
+"""1, 4, 2, 8 and 16 tokens per step, for samplers with a fixed number of steps."""
 SWEEPS: dict[str, tuple[Changes, ...]] = {
     "threshold": ({}, {"threshold": 0.5}, {"threshold": 1.0}, {"threshold": 0.75}, {"threshold": 0.6}),
     "factor": ({}, {"factor": 1.9}, {"factor": 0.7}, {"factor": 1.6}, {"factor": 1.3}),
@@ -30,8 +30,8 @@ SWEEPS: dict[str, tuple[Changes, ...]] = {
     "margin": SCHEDULE,
     "entropy": SCHEDULE,
 }
-"""Settings of ParallelBench's methods, the default first: thresholds in its range of 0.5 to 1, and its five factors. A
-sweep with n settings has the first n."""
+"""Settings of ParallelBench's samplers; the first is the default. The thresholds are in its range, 0.5 to 1; the
+factors are its five. A sweep of n settings uses the first n."""
 NAMES = (
     *("copy", "reverse", "sort", "shuffle", "insert_at", "insert_random", "remove_at", "remove_random", "replace_at"),
     *("replace_random", "latin_square"),
@@ -40,10 +40,10 @@ NAMES = (
 
 
 def sweep(name: str, settings: int = MAX_SETTINGS) -> list[Configuration]:
-    """List `settings` configurations (2 to 5) of a sampler, including its default.
+    """List `settings` configurations (2 to 5) of a sampler. The first is its default.
 
-    Samplers in `SWEEPS` have its settings. For other samplers the class attribute `sweep` decides: if it varies only
-    the threshold, thresholds; if it varies only the steps, `SCHEDULE`; else `sweep` itself.
+    They come from `SWEEPS`. For samplers that are not in `SWEEPS`, they come from the class attribute `sweep`: if it
+    varies only `steps`, from `SCHEDULE` instead; if it varies only `threshold`, more thresholds are added.
 
     Raises ValueError: an unknown name, another family, or too few known settings."""
     check_int("settings", settings, low=2, high=MAX_SETTINGS)
@@ -64,8 +64,8 @@ def sweep(name: str, settings: int = MAX_SETTINGS) -> list[Configuration]:
 
 
 def parallel_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
-    """Read packaged prompts of ParallelBench's `tasks` (of `NAMES`; None: all), `limit` of each. Raises ValueError: an
-    argument out of its range."""
+    """Read the packaged prompts of `tasks` (names in `NAMES`; None: all), at most `limit` of each. Raises ValueError:
+    an argument out of its range."""
     task_names = list(NAMES) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
     for name in task_names:
         check_choice("task", name, NAMES)
@@ -85,7 +85,7 @@ def parallel(
     suffix: Suffix | int | str | None = None,
     **options: Any,
 ) -> Comparison:
-    """Compare samplers on the tasks, with several settings each, at temperature 0. The function
+    """Compare samplers on ParallelBench's tasks, with several settings each, at temperature 0.
     `paradec.tools.evaluation.plot.frontier` draws the result.
 
     Args:
@@ -93,12 +93,12 @@ def parallel(
         names: samplers; None is ParallelBench's samplers (`SWEEPS`).
         settings: number of settings of each sampler, 2 to 5.
         tasks, limit: as in `parallel_questions`.
-        max_new_tokens: by default the model's.
+        max_new_tokens: length of an answer; by default the model's.
         block_length, cache, suffix, options: as in `paradec.tools.evaluation.compare`.
 
     Raises:
         ValueError: an argument out of its range, or a sampler that the model does not support, before any decoding.
-        Interrupted: as `compare`.
+        Interrupted: at Ctrl-C, as in `compare`.
     """
     configurations = [entry for name in (SWEEPS if names is None else names) for entry in sweep(name, settings)]
     questions = parallel_questions(tasks, limit)

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 Point = tuple[float, float, float, float]
 """x, y, and the lower and upper end of y's interval."""
 GREY = "#8c959f88"
-COLOURED = 12
-"""Maximum number of curves with a colour and a name; the others are grey."""
+MAX_COLOURED = 12
+"""Maximum number of curves with a colour and a name; the other curves are grey."""
 DARK = """<style>@media (prefers-color-scheme: dark) {
 text, [style*="fill: #000000"] { fill: #e6edf3 !important } [style*="stroke: #000000"] { stroke: #e6edf3 !important }
 }</style>"""
-"""Style that turns the black of an SVG file to white on dark pages."""
+"""Style for SVG files: on dark pages, black becomes light."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: a curve per sampler, and the baseline's point."""
+    """One plot of a figure: a curve per sampler, and the baseline's point."""
 
     title: str
     curves: Mapping[str, Sequence[Point]]
@@ -39,8 +39,8 @@ class Panel:
 
 
 def check_plot(file: str | os.PathLike[str]) -> None:
-    """Check that a plot can be written to `file`, before hours of work. Raises ModuleNotFoundError: matplotlib
-    is not installed; ValueError: not a PNG, PDF or SVG file in an existing folder."""
+    """Check that a plot can be written to `file`. Raises ModuleNotFoundError: matplotlib is not installed; ValueError:
+    not a PNG, PDF or SVG file in an existing folder."""
     path = Path(file)
     if path.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise ValueError(f"plot={str(file)!r} must end in .png, .pdf or .svg")
@@ -50,8 +50,8 @@ def check_plot(file: str | os.PathLike[str]) -> None:
 
 
 def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
-    """Draw a comparison: right answers over tokens per forward. Prompts with one right answer and prompts with many get
-    separate panels. Raises ModuleNotFoundError, ValueError: as `check_plot`."""
+    """Draw a comparison: right answers over tokens per forward. Prompts with one and with many right answers have
+    separate panels. Raises the errors of `check_plot`."""
     groups = {"one right answer": comparison.group(many=False), "many right answers": comparison.group(many=True)}
     if not all(groups.values()):
         groups = {"all prompts": list(comparison.many)}
@@ -66,21 +66,21 @@ def frontier(comparison: Comparison, file: str | os.PathLike[str]) -> None:
     draw(panels, file, "tokens per forward, all prompts", "right answers, %")
 
 
-def shown_curves(panels: Sequence[Panel]) -> list[str]:
-    """Names of at most `COLOURED` samplers whose curves get a colour, in the order of the panels: the samplers whose
-    best points have the fewest points above and to the right of them, summed over the panels."""
-    score: dict[str, int] = {}
+def select_coloured(panels: Sequence[Panel]) -> list[str]:
+    """Select at most `MAX_COLOURED` samplers whose curves are coloured, in the order of the panels. A sampler's rank is
+    the number of points above and to the right of its best point, summed over the panels; low ranks are selected."""
+    rank: dict[str, int] = {}
     for panel in panels:
         points = np.array([point[:2] for curve in panel.curves.values() for point in curve])
         for name, curve in panel.curves.items():
             num_better = min(int((points > point[:2]).all(1).sum()) for point in curve)
-            score[name] = score.get(name, 0) + num_better
-    best = sorted(score, key=score.__getitem__)[:COLOURED]
-    return [name for name in score if name in best]
+            rank[name] = rank.get(name, 0) + num_better
+    best = sorted(rank, key=rank.__getitem__)[:MAX_COLOURED]
+    return [name for name in rank if name in best]
 
 
 def save(figure: Figure, file: str | os.PathLike[str]) -> None:
-    """Write a figure. An SVG file has text as text and no background, and suits light and dark pages."""
+    """Write a figure. An SVG file has selectable text and a transparent background for light and dark pages."""
     if Path(file).suffix.lower() != ".svg":
         figure.savefig(file, dpi=100)
         return
@@ -94,13 +94,13 @@ def save(figure: Figure, file: str | os.PathLike[str]) -> None:
 
 
 def draw(panels: Sequence[Panel], file: str | os.PathLike[str], x_label: str, y_label: str) -> None:
-    """Draw panels side by side over a shared logarithmic x axis: a colour and a marker for each of the samplers that
-    `shown_curves` names, grey for the others. Raises ModuleNotFoundError, ValueError: as `check_plot`."""
+    """Draw panels side by side, with logarithmic x axes and a shared y axis. Each sampler of `select_coloured` has a
+    colour and a marker; the others are grey. Raises the errors of `check_plot`."""
     check_plot(file)
     from matplotlib.figure import Figure  # without pyplot: no window system, no global state
     from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-    coloured = shown_curves(panels)
+    coloured = select_coloured(panels)
     figure = Figure(figsize=(4.6 * len(panels) + 2.2, 4.2), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):

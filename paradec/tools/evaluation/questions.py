@@ -1,4 +1,4 @@
-"""Questions: prompts with judges of their answers, packaged or read from a file."""
+"""Questions: prompts, packaged or read from a file, with functions that judge answers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ FIELDS = ("prompt", "input_ids", "answer", "regex", "answer_ids", "task", "const
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and the judge of its answers.
+    """A prompt, and how to judge answers to it.
 
     Attributes:
         prompt: a text, or ids (with the mask id at positions to fill); for tuning also a chat.
-        key: prompt and answer as text; a comparison or study can only be continued with equal keys.
-        right: returns whether a text (without special tokens) is a right answer; None: unknown.
-        truth: the right ids of the filled positions, in order; None: unknown.
-        task: name for counts per task; tuning spreads the prompts of a task over both halves.
-        group: tuning keeps the prompts of a group in one half, and resamples them together for intervals; by default
-            each prompt is a group.
+        key: prompt and answer as text. A comparison or study can be continued only with equal keys.
+        right: function that returns whether a text (without special tokens) is a right answer; None: not used.
+        truth: the right ids of the filled positions, in order; None: not used.
+        task: name of the task, for results per task. Tuning splits the prompts of each task between its two halves.
+        group: name of a group. Tuning keeps the prompts of a group in one half, and resamples them together for
+            intervals. "": the prompt is its own group.
         many: whether there are several right answers; None: unknown.
-        constraint: of the answer; None: the constraint of the comparison, if any.
+        constraint: constraint of the answer; None: the constraint of the comparison, if any.
     """
 
     prompt: Any
@@ -44,13 +44,13 @@ class Question:
 
     @property
     def judged(self) -> bool:
-        """Whether answers can be judged."""
+        """Whether answers can be judged (`right` or `truth` is set)."""
         return self.right is not None or self.truth is not None
 
 
 def packaged_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
-    """Read the packaged prompts of the `tasks` (of `paradec.tools.evaluation.TASKS`), `limit` of each; None is all.
-    Raises ValueError: an unknown task, or a limit below 1."""
+    """Read the packaged prompts of `tasks` (names in `paradec.tools.evaluation.TASKS`), at most `limit` of each task;
+    None is all. Raises ValueError: an unknown task, or a limit below 1."""
     check_int("limit", limit, low=1, none=True)
 
     def question(example: Any) -> Question:
@@ -71,13 +71,13 @@ def read_questions(
         {"prompt": "Is 7 a prime?", "answer": "yes", "constraint": {"choice": ["yes", "no"]}}
         {"input_ids": [2, 7, 4, 4, 3], "answer_ids": [9, 11]}
 
-    `answer` is the complete right answer (a text, or a list of accepted texts); spaces around words and empty lines at
-    either end are ignored. `regex` (Python's) must match somewhere in the answer. `task` is "prompts" by default.
-    `constraint` is the `to_dict` of a `paradec.Choice`, `Regex` or `JsonSchema`. `answer_ids` are all filled ids before
-    the end token.
+    `answer` is the complete right answer, or a list of right answers. Comparisons ignore spaces around words, and empty
+    lines at either end. `regex` (Python's syntax) must match somewhere in the answer. `task` is "prompts" by default.
+    `constraint` is the `to_dict` of a `paradec.Choice`, `Regex` or `JsonSchema`. `answer_ids` are the right ids of all
+    filled positions before the end token.
 
     file: path of the file, UTF-8. tasks: names of tasks; None is all.
-    limit: number of prompts of each task, evenly spaced in the file; None is all.
+    limit: maximum number of prompts of each task, evenly spaced in the file; None is all.
     Raises ValueError: a malformed line (the message has its number), an unknown task, or no prompts. OSError: an
     unreadable file."""
     check_int("limit", limit, low=1, none=True)
@@ -99,7 +99,7 @@ def _question(line: str) -> Question:
     truth = read_ids("answer_ids", fields["answer_ids"]) if "answer_ids" in fields else None
     if truth is not None and ("answer" in fields or "regex" in fields):
         raise ValueError("give answer_ids, or answer or regex, not both")
-    right, has_many = judge(fields) if truth is None else (None, None)
+    right, has_many = build_judge(fields) if truth is None else (None, None)
     prompt = fields["prompt"] if "prompt" in fields else list(read_ids("input_ids", fields["input_ids"]))
     constraint = one_constraint("constraint", fields.get("constraint"))
     task = fields.get("task", "prompts")
@@ -107,7 +107,7 @@ def _question(line: str) -> Question:
 
 
 def read_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Return a row of token ids. Raises ValueError for any other value. name: of the value in the error."""
+    """Convert a list or array of token ids. Raises ValueError for any other value. name: the value's name in errors."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence) or not value:
         raise ValueError(f"{name}={short_repr(value)} must be a row of token ids")
@@ -117,7 +117,7 @@ def read_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = False) -> dict[str, Any]:
-    """Read the JSON object in a line of a prompt file. `allowed`: its allowed fields; None allows any. `ids`: whether
+    """Read the JSON object in a line of a prompt file. allowed: the allowed fields; None allows all. ids: whether
     `input_ids` may replace `prompt`. Raises ValueError: not an object, an unknown field, or a prompt, task or group
     that is not a text."""
     fields = parse_json(line)
@@ -137,9 +137,9 @@ def read_fields(line: str, allowed: Sequence[str] | None = None, ids: bool = Fal
     return fields
 
 
-def judge(fields: Mapping[str, Any]) -> tuple[Callable[[str], bool], bool | None]:
-    """Build the judge of answers from a field "answer" or "regex". Returns it, and whether several answers are right
-    (None: unknown). Raises ValueError: neither field, both, or a value of another kind."""
+def build_judge(fields: Mapping[str, Any]) -> tuple[Callable[[str], bool], bool | None]:
+    """Build the function that judges answers from the field "answer" or "regex". Returns the function, and whether
+    several answers are right (None: unknown). Raises ValueError: not exactly one of the fields, or a wrong value."""
     if ("answer" in fields) == ("regex" in fields):
         raise ValueError("give either answer or regex")
     if "answer" in fields:

@@ -8,7 +8,8 @@
     request: {sampler: threshold, cache: dual, max_new_tokens: 256, block_length: 32}
     published: {metric: exact_match, value: 78.5, source: "Fast-dLLM README"}
 
-`paradec eval FILE.yaml` runs a recipe and records versions and the weights' commit. `recipes/` has published settings.
+`paradec eval FILE.yaml` runs a recipe, and records package versions and the weights' commit. `recipes/` has recipes
+with published settings.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from paradec.tools.evaluation.likelihood import METHODS, ORDERS
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 CHOICES = ("score", "decode")
-"""Methods for tasks with choices."""
+"""Methods for multiple-choice tasks."""
 PUBLISHED = ("metric", "value", "source")
 PATHS = ("preset", "include")
 """Fields with paths relative to the recipe's folder."""
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the answer's length in a task's generation_kwargs. Of several, the first in this order is used, as in the
-harness."""
+"""Names of the answer's length in a task's generation_kwargs. If a task has several, the first in this order is used,
+as in the harness."""
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "constraint", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "bad_words", "min_new_tokens", "ignore_eos"),
 )
-"""Sampling arguments of a task, by the names of `paradec.Request`."""
+"""Arguments of a task that are passed to `paradec.Request`."""
 NEUTRAL = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
 """Task arguments that are allowed only with these values."""
 
@@ -50,26 +51,26 @@ class Recipe:
     """An evaluation with lm-evaluation-harness. The constructor checks the fields without the model and the harness.
 
     Args:
-        tasks: names of the harness' tasks and groups, or packaged ones ("paradec", "paradec_sort").
+        tasks: names of the harness' tasks or groups, or of packaged tasks ("paradec", "paradec_sort").
         model: a folder or a hub id; None is the packaged model.
         revision: branch, tag or commit of a hub id.
-        dtype: of the parameters; None is the checkpoint's.
-        shots: examples before each prompt; None is the task's number.
-        chat: whether to apply the tokenizer's chat template; None applies it if there is one.
-        multiturn: whether examples become turns of the chat.
+        dtype: dtype of the parameters; None is the checkpoint's.
+        shots: number of examples before each prompt; None is the task's default.
+        chat: whether to apply the tokenizer's chat template; None: if the tokenizer has a template.
+        multiturn: whether each example is a turn of the chat.
         system: system prompt.
         request: fields of `Request.to_dict`, and settings of the sampler.
         preset: a file of `Request.save`; `request` overrides it.
         until: whether the tasks' stop strings end answers.
         likelihood, mc_num, mc_batch, order, check_greedy, choices: see `ParadecLM`.
-        batch: rows decoded together.
-        limit: prompts of each task; None is all.
-        seed: of paradec's draws and the harness' draws.
+        batch: number of rows decoded together.
+        limit: maximum number of prompts of each task; None is all.
+        seed: seed of paradec's and the harness' random numbers.
         include: a folder with further tasks.
-        unsafe_code: whether tasks may run code that the model writes.
-        versions: package -> version that the recipe was written for; another installed version gives a warning.
+        unsafe_code: whether tasks may run code that the model generates.
+        versions: by package, the version that the recipe was written for; other installed versions give a warning.
         published: metric, value and source of a published score.
-        about: one sentence.
+        about: description in one sentence.
 
     Raises:
         ValueError, TypeError: a field out of its range.
@@ -135,8 +136,8 @@ class Recipe:
         self.to_arguments()
 
     def to_arguments(self) -> dict[str, Any]:
-        """Arguments of `ParadecLM` for decoding: fields of the request, settings of the sampler, the preset. Raises
-        TypeError for a name that is neither a field nor a setting of the sampler, ValueError for a wrong value."""
+        """Build the arguments of `ParadecLM` for decoding: fields of the request, settings of the sampler, the preset.
+        Raises TypeError for a name that is neither a field nor a setting, ValueError for a wrong value."""
         fields = {name: value for name, value in self.request.items() if name in Request.__dataclass_fields__}
         arguments = {**self.request, **Request.from_dict(fields)}
         request_from_arguments(arguments, self.preset, self.seed)
@@ -154,8 +155,8 @@ class Recipe:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Recipe:
-        """Read a recipe file; paths in it are relative to its folder. Raises ValueError, which names the file, for
-        invalid YAML or fields; OSError for an unreadable file."""
+        """Read a recipe file. Paths in it are relative to its folder. Raises ValueError for invalid YAML or fields (the
+        message has the file's name), OSError for an unreadable file."""
         import yaml
 
         path = Path(file)
@@ -183,9 +184,8 @@ class Recipe:
 def request_from_arguments(
     arguments: Mapping[str, Any], preset: Preset | None, seed: int
 ) -> tuple[dict[str, Any], Request]:
-    """Merge arguments and a preset. Returns the fields of the request, and the request. Names that are not fields are
-    settings of the sampler. Raises TypeError for an unknown name, ValueError for a wrong value or settings of a sampler
-    that already has some."""
+    """Merge arguments and a preset. Returns the fields of the request that are set, and the request. Arguments that are
+    not fields are settings of the sampler. Raises TypeError for an unknown name, ValueError for a wrong value."""
     fields = {name: value for name, value in arguments.items() if name in FIELDS}
     settings = {name: value for name, value in arguments.items() if name not in FIELDS}
     request_fields = Request.merge_arguments(fields, preset)
@@ -229,5 +229,5 @@ def generation_fields(task_kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 def cut_at_stops(text: str, until: Sequence[str]) -> str:
-    """Cut a text at the first stop string."""
+    """Cut a text before the first stop string in it."""
     return text[: min((index for stop in until if (index := text.find(stop)) >= 0), default=len(text))]

@@ -1,19 +1,19 @@
 """Short list tasks that measure how much accuracy parallel decoding loses.
 
 A sampler that commits several tokens in one step treats them as independent. This is harmless for prompts with one
-right answer (copy, sort, ...) and harmful for prompts with many (shuffle, "insert anywhere", ...). The difference
-between the two groups is the price of parallelism. The tasks follow the waiting-line and Latin-square tasks of
-ParallelBench (arXiv 2510.04767), with words instead of names and short instructions::
+right answer (copy, sort, ...) and harmful for prompts with many right answers (shuffle, "insert anywhere", ...). The
+difference between the accuracies of both groups shows this loss. The tasks follow the waiting-line and Latin-square
+tasks of ParallelBench (arXiv 2510.04767), with words instead of names and short instructions::
 
     Sort: pear fig apple                    -> apple fig pear
     Insert kiwi at 1: pear fig apple        -> pear kiwi fig apple    (indices count from 0)
     Shuffle: pear fig apple                 -> any other order of the three
     Latin square: A B C                     -> three lines; no symbol twice in a row or column
 
-"Remove any" is a control: the likeliest words, chosen independently at each position, give a right answer.
+``remove_random`` is a control: the likeliest words, chosen independently at each position, give a right answer.
 
-A hash of the prompt decides its side of the split (:func:`is_held_out`), so training prompts (``held_out=False``) are
-never among the prompts packaged for evaluation (:func:`load_prompts`).
+A hash of the prompt decides whether it is for training or evaluation (:func:`is_held_out`). So training prompts
+(``held_out=False``) are never among the prompts packaged for evaluation (:func:`load_prompts`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Lines = list[list[str]]
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt, with the values that its checker needs.
+    """One prompt, with the values that :meth:`Task.check` needs.
 
     Attributes:
         task: Key into :data:`TASKS`.
         prompt: The user's text, without chat template.
         items: The list in the prompt (words, or the symbols of a Latin square).
-        word: The word to insert or to substitute.
-        target: The list member that the prompt names.
-        index: The list position that the prompt names, from 0.
+        word: The word to insert, or the replacement of an item.
+        target: The item that the prompt mentions (to replace it, ...).
+        index: The position in the list that the prompt mentions, from 0.
         answer: One right answer; ``None`` in packaged prompts with many right answers.
     """
 
@@ -59,16 +59,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of prompt, with a generator of examples and a judge of answers.
+    """A kind of prompt. :meth:`make` generates examples, :meth:`check` judges answers.
 
     Attributes:
         name: Key into :data:`TASKS`.
-        template: The prompt; ``{items}``, ``{word}``, ``{target}`` and ``{index}`` are drawn.
-        solve: Returns one right answer, at random if there are several.
-        accept: Judges an answer if several are right; ``None``: only ``solve``'s answer is right.
-        alphabet: Source of ``{items}`` and ``{word}``.
+        template: The prompt; random values replace ``{items}``, ``{word}``, ``{target}`` and ``{index}``.
+        solve: Function that returns one right answer, at random if there are several.
+        accept: Function that judges an answer, if several are right; ``None``: only ``solve``'s answer is right.
+        alphabet: Words from which ``{items}`` and ``{word}`` are drawn.
         sizes: Allowed numbers of items.
-        slots: Number of positions after the items that ``{index}`` may name (1 for an insertion).
+        slots: Number of allowed values of ``{index}`` beyond the last item: 1 for an insertion, else 0.
         max_answer_tokens: Number of words and line breaks in the longest answer.
     """
 
@@ -87,9 +87,9 @@ class Task:
         return self.accept is not None
 
     def make(self, rng: Random, held_out: bool = False, size: int | None = None) -> Example:
-        """Draw a prompt with one right answer.
+        """Draw a random prompt, and one right answer to it.
 
-        rng: Source of randomness. held_out: Draw from the evaluation side of the split.
+        rng: Source of randomness. held_out: Whether the prompt is for evaluation (:func:`is_held_out`).
         size: Number of items; by default drawn from ``sizes``."""
         if size is not None and size not in self.sizes:
             raise ValueError(f"size={size} must be one of task {self.name!r}'s sizes {self.sizes}")
@@ -110,7 +110,7 @@ class Task:
         return replace(question, answer="\n".join(map(" ".join, self.solve(question, rng))))
 
     def check(self, example: Example, text: str) -> bool:
-        """Whether ``text`` (decoded, without special tokens) is a right answer to ``example``. Spaces around words and
+        """Check whether ``text`` (without special tokens) is a right answer to ``example``. Spaces around words and
         empty lines at either end are ignored; case, order and line breaks count."""
         if example.task != self.name:
             raise ValueError(f"example.task={example.task!r} must be {self.name!r}")
@@ -121,7 +121,7 @@ class Task:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the evaluation side of the split (one in sixteen does)."""
+    """Whether a prompt is for evaluation, not for training. One prompt in sixteen is."""
     return hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] < 16
 
 
@@ -141,12 +141,12 @@ def _replacements(x: Example) -> Lines:
 
 
 def _at_index(options: Callable[[Example], Lines]) -> Callable[[Example, Random], Lines]:
-    """Build a `solve` that selects the option at the position that the prompt names."""
+    """Build `solve` of a task whose answer is the option with the prompt's index."""
     return lambda x, rng: [options(x)[cast(int, x.index)]]
 
 
 def _any_of(options: Callable[[Example], Lines]) -> tuple[Any, Any]:
-    """Build `solve` and `accept` of a task with several right answers."""
+    """Build `solve` and `accept` of a task for which every option is right."""
 
     def solve(x: Example, rng: Random) -> Lines:
         lines = options(x)
@@ -166,8 +166,8 @@ def _is_shuffle(x: Example, lines: Lines) -> bool:
 
 
 def _latin_square(x: Example, rng: Random) -> Lines:
-    # Draw row by row, and keep orders that repeat nothing in a column. A Latin rectangle can always
-    # be completed (Hall's theorem), so this terminates.
+    # Draw rows; reject a row that repeats a symbol in a column. The loop terminates, because every Latin rectangle can
+    # be completed (Hall's theorem).
     rows: Lines = []
     while len(rows) < len(x.items):
         row = rng.sample(x.items, len(x.items))
@@ -217,16 +217,16 @@ TASKS: dict[str, Task] = {
 
 
 def get_task(name: str) -> Task:
-    """Return the task of that name. Raises ValueError: an unknown name."""
+    """Return a task by its name. Raises ValueError: an unknown name."""
     check_choice("task", name, TASKS)
     return TASKS[name]
 
 
 def load_prompts(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Example]:
-    """Read the packaged prompts, in the order of :data:`TASKS`; the packaged models were not trained on them.
+    """Read the packaged prompts, in the order of :data:`TASKS`. The packaged models were not trained on these prompts.
 
     tasks: Name or names of the tasks; by default all.
-    limit: Number of prompts of each task, spread over its list lengths; by default all."""
+    limit: Maximum number of prompts of each task, spread over its list lengths; by default all."""
     names = list(TASKS) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
     task_names = {get_task(name).name for name in names}
     if limit is not None and limit < 1:

@@ -13,7 +13,7 @@ from typing import Any
 
 from paradec.core.checks import check_int, short_repr
 from paradec.core.text_files import read_lines
-from paradec.tools.evaluation.questions import Question, judge, read_fields, read_ids
+from paradec.tools.evaluation.questions import Question, build_judge, read_fields, read_ids
 
 FIELDS = ("prompt", "input_ids", "answer", "regex", "answer_ids", "task", "group")
 """Allowed fields of a line."""

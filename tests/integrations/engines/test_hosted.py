@@ -166,13 +166,13 @@ def test_remembered_state_moves_to_another_row() -> None:
         parts.step({0: logits[step]})
         full.step({0: logits[step]})
         step += 1
-    assert int(parts.remembered(0)["count"]) == 4
+    assert int(parts.copy_sequence_memory(0)["count"]) == 4
     parts.open(1, [1, 2, 3, 4, *parts.answer(0)], 4, eos_early_stop=False)
-    parts.remember(1, parts.remembered(0))
+    parts.set_sequence_memory(1, parts.copy_sequence_memory(0))
     while not full.done(0):
         assert full.step({0: logits[step]})[0].tokens.equal(parts.step({1: logits[step]})[1].tokens)
         step += 1
-    refuses(lambda: parts.remember(1, parts.remembered(0)), "key=1 has been stepped")
+    refuses(lambda: parts.set_sequence_memory(1, parts.copy_sequence_memory(0)), "key=1 has been stepped")
 
 
 def test_bad_input_is_named_before_anything_happens() -> None:

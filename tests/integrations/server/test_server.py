@@ -269,10 +269,10 @@ def test_a_client_that_goes_away_frees_its_row(server: Running, stream: bool) ->
     assert not server.engine.batch._pending.copies
     wire = server.send(json.dumps(chat(stream=stream, **LONG)).encode())
     wait(lambda: server.engine.batch.occupied == 1)
-    steps = server.engine.steps
+    steps = server.engine.num_steps
     wire.close()
     wait(lambda: server.engine.batch.occupied == 0)
-    assert server.engine.steps - steps < 300  # the full answer takes 400
+    assert server.engine.num_steps - steps < 300  # the full answer takes 400
     assert not server.engine.batch._pending.copies  # the prompt is deleted
 
 

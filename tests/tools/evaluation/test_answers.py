@@ -148,7 +148,7 @@ def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
     lm = HarnessModel(packaged64, likelihood="chain", max_length=6, check_greedy=False)
     pair = (lm.tok_encode("goat fox pear fig"), lm.tok_encode("apple kiwi"))
     expected = pytest.approx(next(log_likelihoods(packaged64, [pair], method="chain")).value, abs=1e-9)
-    with pytest.warns(UserWarning, match="a context of 5 tokens is cut on the left to 4"):
+    with pytest.warns(UserWarning, match="a context of 5 tokens is cut to its last 4"):
         ((value, _),) = score_pairs(lm, ("kiwi goat fox pear fig", " apple kiwi"))
     assert value == expected
     with warnings.catch_warnings():  # what is as long as the model takes is whole
@@ -156,7 +156,7 @@ def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
         assert score_pairs(lm, ("goat fox pear fig", " apple kiwi"))[0][0] == expected
         entry, _ = lm._build_entry("goat fox pear fig", {"max_gen_toks": 2})
         assert (entry["prompt"], entry["max_new_tokens"]) == (pair[0], 2)
-    with pytest.warns(UserWarning, match="cut on the left to 3"):
+    with pytest.warns(UserWarning, match="cut to its last 3"):
         assert lm._build_entry("goat fox pear fig", {"max_gen_toks": 3})[0]["prompt"] == pair[0][1:]
     for ask in (
         lambda: lm.generate_until(as_requests(("kiwi goat", {"max_gen_toks": 6}))),

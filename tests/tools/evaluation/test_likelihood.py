@@ -96,13 +96,13 @@ def test_standard_errors_match_single_draws(method: str, topology: str) -> None:
         parts = likelihood.random_maskings(model.facts, CONTEXT, continuation, 6, 2, 2)
     value = variance = 0.0
     for part in parts:
-        strata = [0.0] * (part.rows[-1].stratum + 1)
+        strata = [0.0] * (part.rows[-1].stratum_index + 1)
         for masking in part.rows:
             log_p = distributions(model, masking.tokens)
-            strata[masking.stratum] += masking.weight * sum(log_p[i, row[i]].item() for i in masking.positions)
+            strata[masking.stratum_index] += masking.weight * sum(log_p[i, row[i]].item() for i in masking.positions)
         value += statistics.mean(strata)
-        variance += statistics.variance(strata) / len(strata) if part.drawn else 0
-    assert [part.drawn for part in parts] == ([True] if topology == "bidirectional" else [True, True, False])
+        variance += statistics.variance(strata) / len(strata) if part.is_random else 0
+    assert [part.is_random for part in parts] == ([True] if topology == "bidirectional" else [True, True, False])
     actual = judge(model, continuation=continuation, method=method, order="random", samples=6, stratum=2, seed=2)
     assert actual.value == pytest.approx(value, abs=1e-9) and actual.variance == pytest.approx(variance, abs=1e-9)
     assert actual.error == math.sqrt(actual.variance) > 0
@@ -111,8 +111,8 @@ def test_standard_errors_match_single_draws(method: str, topology: str) -> None:
 @pytest.mark.parametrize(("length", "stratum"), [(8, 16), (24, 16), (5, 16), (40, 16), (7, 1)])
 def test_every_number_of_masks_is_equally_likely(length: int, stratum: int) -> None:
     # at lengths 8 and 24 rounding to even would favour even numbers
-    keys = likelihood._keys(0, [length])
-    sizes = np.array(likelihood._mask_counts(keys, 3, length, 4000 * stratum, stratum)).reshape(-1, stratum)
+    key = likelihood._row_key(0, [length])
+    sizes = np.array(likelihood._draw_sizes(key, 3, length, 4000 * stratum, stratum)).reshape(-1, stratum)
     assert {sizes.min(), sizes.max()} == {1, length}
     assert np.isin(sizes, range(2, length + 1, 2)).mean() == pytest.approx((length // 2) / length, abs=0.03)
     for column in sizes.T:

@@ -1,4 +1,4 @@
-"""Refusal of unsupported requests when vLLM admits them, before any work."""
+"""Check of a request's parameters when it arrives, before vLLM schedules it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from paradec.integrations.engines.vllm.settings import server_defaults, settings_of
 
 _models: dict[str, Any] = {}
-"""vLLM's model configurations in this process, by model name."""
+"""vLLM's `ModelConfig`s in this process, by model name."""
 
 
 def record_model(model_config: Any) -> None:
-    """Record a model for which this process admits requests. Raises ValueError, TypeError for wrong defaults of the
-    server."""
+    """Add a model to `_models`. Raises ValueError, TypeError: the server's default settings are invalid."""
     from vllm import SamplingParams
 
     settings_of(SamplingParams(max_tokens=None), server_defaults(model_config.hf_config))
@@ -22,15 +21,14 @@ def record_model(model_config: Any) -> None:
 
 
 class Admission(LogitsProcessor):
-    """Check of each request's parameters. It is a logits processor only because vLLM calls their `validate_params`; it
-    processes no logits, and the sampler never calls it."""
+    """Check of each request's parameters. It processes no logits: it is a logits processor only because vLLM calls
+    `validate_params` of every logits processor."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise ValueError for unsupported parameters; the message names the parameter, its value and what is
-        allowed."""
+        """Raise ValueError for unsupported parameters; the message names the parameter, its value and alternatives."""
         models = list(_models.values())
-        # the call does not name the model: with several models, only the checks that need no model are made
+        # vLLM does not pass the model; if there are several, checks that need the model are left out
         model = models[0] if len(models) == 1 else None
         try:
             settings = settings_of(sampling_params, None if model is None else server_defaults(model.hf_config))
@@ -47,7 +45,7 @@ class Admission(LogitsProcessor):
 
 
 def _check_fit(settings: Any, model_config: Any) -> None:
-    """Check the settings against the model, without the prompt. Raises as `ServedModel.open_row`."""
+    """Check the settings with the model and a prompt of one token. Raises the errors of `ServedModel.open_row`."""
     from paradec.integrations.engines.vllm.slots import read_model
 
     served = read_model(model_config)
@@ -55,7 +53,7 @@ def _check_fit(settings: Any, model_config: Any) -> None:
         if token >= served.facts.vocab_size:
             raise ValueError(f"template={token} is not in the vocabulary (0 to {served.facts.vocab_size - 1})")
     prompt_token = 1 if served.facts.mask_id == 0 else 0
-    fields = {name: value for name, value in settings.fields.items() if name != "steps"}  # depends on the prompt
+    fields = {name: value for name, value in settings.fields.items() if name != "steps"}  # checked with the prompt
     room = max(1, (served.facts.max_length or 2) - 1 - len(settings.template))
     new = min(settings.max_new_tokens, room) if settings.template else max(1, min(settings.max_new_tokens, room))
     served.open_row([prompt_token], type(settings)(settings.sampler, settings.template, new, fields, settings.stop_ids))

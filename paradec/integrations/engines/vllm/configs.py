@@ -1,8 +1,8 @@
-"""config.json of the published checkpoints, for vLLM, by the rules of `paradec.load`.
+"""Configuration classes of the published checkpoints for vLLM. They read config.json as `paradec.load` does.
 
-transformers does not know the `model_type` of these checkpoints, and their configuration classes are remote code. The
-result has the field names of the transformers class with the same layers, and `canvas_length`, the block length of the
-training, which marks a diffusion model for vLLM.
+transformers does not know the `model_type` of these checkpoints, and their own configuration classes are remote code.
+A class has the field names of the transformers configuration with the same layers. Its additional field
+`canvas_length`, the block length of the training, tells vLLM that this is a diffusion model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ARCHITECTURES = {
 
 
 class _BlockConfig(PretrainedConfig):
-    """Base class, with the fields of `Family.config` and the token ids of the checkpoint."""
+    """Base class. Its fields are those of `Family.config`, the checkpoint's token ids, and `canvas_length`."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Inputs and attention of a forward, for vLLM's second model runner.
 
-Attention is block-causal, but vLLM has one flag for each request, causal or not. So a prompt of several blocks is
-passed as one request per block: each block sees itself and the blocks before it, since every layer writes the keys and
-values of the batch before it reads them.
+Attention is block-causal, but for vLLM a request is either causal or not. So the attention gets each block of a prompt
+as a separate, non-causal request. A block attends to itself and to the earlier blocks, even of the same batch, because
+every layer writes the keys and values of the whole batch before it reads them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paradec.integrations.engines.vllm.slots import Slot, cut_at_blocks, read_mo
 
 
 class BlockModelState(DefaultModelState):
-    """Model state described above; vLLM gets it from the model class (`models.py`)."""
+    """Model state with block-causal attention; vLLM gets this class from the model class (`models.py`)."""
 
     supports_prompt_embeds = False
     num_new_sampled_tokens_per_step = 0
@@ -30,15 +30,15 @@ class BlockModelState(DefaultModelState):
         super().__init__(vllm_config, model, encoder_cache, device)
         self.served = read_model(self.model_config)
         self.slots: dict[int, Slot | None] = {}
-        """By vLLM's slot numbers; None: a request that could not be started."""
+        """Requests by vLLM's slot numbers; None for a request that could not be started."""
         self.numbers: dict[str, int] = {}
-        """Slot numbers by request."""
+        """Slot numbers by request id."""
         self.shifts = bool(self.served.facts.shift)
         if self.shifts:
             model.make_shift(self.max_num_reqs, self.max_num_tokens, device)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """Return the replacement of vLLM's sampler, and None: no rejection sampler."""
+        """Return the sampler that replaces vLLM's, and None instead of a rejection sampler."""
         mask, width = self.served.facts.mask_id, self.served.block
         return BlockSampler(sampler, self.slots, width, mask, self.shifts, SamplerOutput), None
 
@@ -65,7 +65,7 @@ class BlockModelState(DefaultModelState):
     # ---- a forward --------------------------------------------------------------------------------------------------
 
     def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
-        """Prepare inputs; for models that predict shifted, also the index of each position's left neighbour."""
+        """Prepare inputs. For models with shifted logits, also set the index of each position's left neighbour."""
         inputs = super().prepare_inputs(input_batch, req_states)
         if self.shifts:
             self._set_shift(input_batch)
@@ -86,7 +86,7 @@ class BlockModelState(DefaultModelState):
             source[begins[index]] = total + row_id
             computed = int(input_batch.num_computed_tokens_np[index])
             end = computed + int(begins[index + 1] - begins[index])
-            # a prompt's tail is evaluated again with its canvas
+            # a prompt's last, incomplete block is evaluated again with its canvas, so its state is not stored
             if slot is not None and (slot.is_storing or end <= slot.begin) and end % self.served.block == 0:
                 columns[row_id] = int(begins[index + 1]) - 1
             elif slot is not None and computed < slot.begin < end:
@@ -113,7 +113,7 @@ class BlockModelState(DefaultModelState):
         begins = input_batch.query_start_loc_np[: count + 1]
         seq_lens, upper = input_batch.seq_lens, input_batch.seq_lens_cpu_upper_bound
         begins_on_device, longest = input_batch.query_start_loc[: count + 1], int(np.diff(begins).max())
-        # when vLLM measures its memory, rows are not requests
+        # vLLM's memory profiling passes rows that are not requests
         is_real = len(self.numbers) > 0 and self.slots.keys() >= {*input_batch.idx_mapping_np[: input_batch.num_reqs]}
         if longest > self.served.block and is_real:
             rows, begins, ends = cut_at_blocks(begins, input_batch.num_computed_tokens_np, self.served.block)

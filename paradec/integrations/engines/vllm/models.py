@@ -1,7 +1,7 @@
-"""vLLM's own model classes under the architecture names of the checkpoints, with the model state of this package.
+"""Subclasses of vLLM's model classes for the checkpoints, with the model state of this package.
 
-Published names of weights are converted to vLLM's (LLaDA2). Fast-dLLM v2 predicts shifted: `LeftShift` moves its hidden
-states to the predicted positions.
+LLaDA2's published weight names are converted to vLLM's. The logits of Fast-dLLM v2 are shifted by one position, so
+`LeftShift` moves its hidden states to the predicted positions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paradec.models.text.llada2 import FUSED, KEY_MAPPING
 
 
 class _BlockModel:
-    """Base of the four classes."""
+    """Base of the four model classes."""
 
     @staticmethod
     def get_model_state_cls() -> Any:
@@ -44,7 +44,7 @@ class LLaDA2(_BlockModel, Glm4MoeForCausalLM):
     """LLaDA2.0 and 2.1."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load the published files. They have other names, and one matrix for queries, keys and values together."""
+        """Load the published weights. Their names differ from vLLM's, and queries, keys and values share a matrix."""
         config: Any = self.config
         width = config.head_dim
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
@@ -53,7 +53,7 @@ class LLaDA2(_BlockModel, Glm4MoeForCausalLM):
 
 
 def _rename_to_glm(weights: Iterable[tuple[str, Tensor]], rows: list[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield LLaDA2's weights under Glm4Moe's names. rows: numbers of rows of queries, keys and values."""
+    """Yield LLaDA2's weights with Glm4Moe's names. rows: matrix rows of the queries, the keys and the values."""
     for published, tensor in weights:
         name = rename_weight(published, KEY_MAPPING)
         for fused, parts in FUSED.items():
@@ -73,12 +73,12 @@ class FastDLLM(_BlockModel, Qwen2ForCausalLM):
         self.shift: LeftShift | None = None
 
     def make_shift(self, requests: int, tokens: int, device: torch.device) -> None:
-        """Create the buffers, once the model is loaded."""
+        """Create `shift` for at most `requests` requests and `tokens` tokens of a batch, after loading."""
         config: Any = self.config
         dtype = next(self.parameters()).dtype
         self.shift = LeftShift(requests, tokens, config.hidden_size, dtype, device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the hidden states [N, D] of the left neighbours."""
+        """Compute hidden states [N, D]. Those of a position come from its left neighbour, once `shift` exists."""
         hidden = super().forward(*args, **kwargs)
         return hidden if self.shift is None else self.shift(hidden)

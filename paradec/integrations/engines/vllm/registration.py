@@ -19,8 +19,8 @@ MODELS = {
 SCHEDULER = "paradec.integrations.engines.vllm.scheduler.BlockScheduler"
 ADMISSION = "paradec.integrations.engines.vllm.admission:Admission"
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Default sampling parameters of requests, instead of those of generation_config.json: vLLM refuses another temperature
-for a diffusion model."""
+"""Default sampling parameters of requests. They override generation_config.json, as vLLM requires temperature 1 for
+diffusion models."""
 
 
 def register() -> None:
@@ -43,8 +43,8 @@ class EngineConfig:
 
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Check the model's configuration and set defaults. Raises ValueError: neither config.json nor the folder's
-        name has the block length."""
+        """Check the model's configuration and set defaults. Raises ValueError: the block length is neither in
+        config.json nor in the folder's name."""
         canvas = getattr(model_config.hf_config, "canvas_length", None)
         if isinstance(canvas, bool) or not isinstance(canvas, int) or canvas < 1:
             raise ValueError(
@@ -56,7 +56,7 @@ class EngineConfig:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Check and complete the whole configuration. Raises ValueError: a setting that these models do not
+        """Check and complete the engine's configuration. Raises ValueError: a setting that these models do not
         support."""
         from vllm.config.diffusion import DiffusionConfig
 

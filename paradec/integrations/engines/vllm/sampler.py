@@ -1,7 +1,8 @@
 """Replacement of vLLM's sampler.
 
-For each request it writes the next canvas to `draft_tokens`, which vLLM forwards. `num_sampled` is the number of
-emitted tokens, `num_rejected` the number of tokens that must be evaluated again. Does not import vLLM.
+For each request, `BlockSampler` writes the next canvas to `draft_tokens`, which vLLM evaluates in the next forward.
+Its output has two counts per request: `num_sampled` tokens are emitted, and `num_rejected` tokens must be evaluated
+again. This file does not import vLLM.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ class BlockSampler:
     """Sampler that steps all rows of a batch.
 
     base: vLLM's own sampler, whose request buffers are used.
-    slots: the requests of the engine by vLLM's slot numbers; None: a request that could not be started.
-    width: W, positions of a canvas. mask: the token that reports a failed request. forwards_twice: see `Slot.step`.
-    output: vLLM's `SamplerOutput`."""
+    slots: the engine's requests by vLLM's slot numbers; None for a request that could not be started.
+    width: W, positions of a canvas. mask: the mask id, which is emitted if a request has failed.
+    forwards_twice: see `Slot.step`. output: vLLM's `SamplerOutput`."""
 
     compute_nans = False
     penalties_state = SimpleNamespace(output_bin_counts=None)
-    """vLLM reads this attribute of a sampler; None: no token counts."""
+    """vLLM reads this attribute of its samplers. None: there are no token counts."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class BlockSampler:
         self.sampling_states.apply_staged_writes()
 
     def __call__(self, logits: Tensor, input_batch: Any, draft_logits: Tensor | None = None) -> Any:
-        """Step all rows. logits: [N, V], of the canvases only, concatenated in the order of the batch."""
+        """Step all rows. logits: [N, V] for the N canvas positions of the batch, in the order of its requests."""
         count = input_batch.num_reqs
         begins = np.zeros(count + 1, np.int64) if input_batch.num_draft_tokens == 0 else input_batch.cu_num_logits_np
         evaluated = np.diff(input_batch.query_start_loc_np[: count + 1])
@@ -59,7 +60,7 @@ class BlockSampler:
         num_sampled, rejected = np.zeros(count, np.int32), np.zeros(count, np.int32)
         for index, row_id in enumerate(input_batch.idx_mapping_np[:count].tolist()):
             if row_id not in self.slots:
-                continue  # vLLM measures its memory
+                continue  # vLLM's memory profiling passes rows that are not requests
             slot = self.slots[row_id]
             first, last = int(begins[index]), int(begins[index + 1])
             if first == last:
@@ -89,12 +90,12 @@ class BlockSampler:
 
 
 class LeftShift(nn.Module):
-    """Shift of hidden states by one position, so that models that predict shifted have logits at the predicted token.
+    """Shift of hidden states to the next position, for models whose logits predict the next position's token.
 
-    The left neighbour of a block's first position was evaluated in an earlier forward. So `last_hidden` has the hidden
-    state of each request's last stored position. All buffers keep their addresses, as CUDA graphs require.
+    The left neighbour of a block's first position was evaluated in an earlier forward. So `last_hidden` stores the
+    hidden state of the last position of each request's final blocks. Buffers keep their addresses (CUDA graphs).
 
-    requests: S, slots of vLLM. tokens: N, the maximum in a batch. hidden: D."""
+    requests: S, number of vLLM's slots. tokens: N, maximum number of tokens of a batch. hidden: D, hidden size."""
 
     last_hidden: Tensor  # [S, D]
     source: Tensor
@@ -109,8 +110,9 @@ class LeftShift(nn.Module):
         self.register_buffer("last_columns", torch.zeros(requests, dtype=torch.int64, device=device), persistent=False)
 
     def set_indices(self, source: np.ndarray, columns: Mapping[int, int], total: int) -> None:
-        """Set the indices for the next forward, into the concatenation of its hidden states and `last_hidden`: source
-        [total] int64 of the left neighbours, and by slot the column to store."""
+        """Set the indices for the next forward. They index the concatenation of its hidden states and `last_hidden`.
+
+        source: [total] int64, left neighbour of each position. columns: by slot, index of its next `last_hidden`."""
         last_columns = total + np.arange(self.requests)
         for row_id, column in columns.items():
             last_columns[row_id] = column
@@ -118,7 +120,7 @@ class LeftShift(nn.Module):
         self.last_columns.copy_(torch.from_numpy(last_columns))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Shift hidden states [N, D]."""
+        """Shift hidden states [N, D], and update `last_hidden`."""
         combined = torch.cat((hidden, self.last_hidden))
         self.last_hidden.copy_(combined.index_select(0, self.last_columns))
         return combined.index_select(0, self.source[: len(hidden)])

@@ -1,8 +1,9 @@
-"""vLLM's scheduler for models whose blocks count from the prompt's first token.
+"""Scheduler for models whose first block begins at the prompt's first token.
 
-It differs from vLLM's in three ways. Prompts are evaluated in chunks of whole blocks, because tokens of a block see
-each other. If a prompt ends within a block, the first canvas is the rest of that block, and each of its steps evaluates
-the prompt's tail again; so `num_computed_tokens` is always a block's start. A canvas is never scheduled in parts.
+It differs from vLLM's `DiffusionScheduler` in three ways. Prompts are evaluated in chunks of whole blocks, because the
+tokens of a block attend to each other. If a prompt ends within a block, the first canvas is the rest of this block, and
+every step of the canvas evaluates the block's prompt tokens again; so `num_computed_tokens` is always the start of a
+block. A canvas is never scheduled in parts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ logger = logging.getLogger("vllm.plugins.paradec")
 
 
 class BlockScheduler(DiffusionScheduler):
-    """Scheduler described above. vLLM creates it for the models of this package (`registration.EngineConfig`)."""
+    """Scheduler of whole blocks. vLLM creates it for the models of this package (`registration.EngineConfig`)."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -32,7 +33,7 @@ class BlockScheduler(DiffusionScheduler):
             )
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Limit the tokens to schedule, at most `num_new_tokens`, to whole blocks."""
+        """Reduce `num_new_tokens`, the number of tokens to schedule, to whole blocks."""
         new = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         end, block = num_computed_tokens + new, self.served.block
         num_known = request.num_tokens + len(request.spec_token_ids)
@@ -41,7 +42,7 @@ class BlockScheduler(DiffusionScheduler):
         return max(0, end - end % block - num_computed_tokens)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """Update as vLLM does, then set requests back to the start of their block."""
+        """Update as vLLM does, and set `num_computed_tokens` of unfinished requests to the start of their block."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for name in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(name)
@@ -50,7 +51,7 @@ class BlockScheduler(DiffusionScheduler):
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Cut the next canvas to the rest of its block; the first one is shorter after a prompt's tail."""
+        """Cut each next canvas at the end of its block: the first canvas of a prompt may begin within a block."""
         for index, name in enumerate(draft_token_ids.req_ids):
             if (request := self.requests.get(name)) is not None:
                 stop = request.num_computed_tokens + self.served.block
@@ -60,7 +61,8 @@ class BlockScheduler(DiffusionScheduler):
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """End requests that have failed with an error; their token is the mask, which no sampler proposes."""
+        """Finish failed requests with an error status. A failed request has emitted the mask id, which is never part of
+        an answer."""
         if new_token_ids and new_token_ids[0] == self.served.facts.mask_id:
             request.status = RequestStatus.FINISHED_ERROR
             request.stop_reason = self.served.why_unsupported(request.prompt_token_ids, request.sampling_params)

@@ -1,9 +1,10 @@
-"""Settings of a request: `SamplingParams.extra_args["paradec"]`, over HTTP `vllm_xargs`.
+"""Settings of a request: `SamplingParams.extra_args["paradec"]`, in HTTP requests `vllm_xargs`.
 
-They are a mapping of fields of `paradec.Request` that hosted rows support, or the same as JSON text, since `vllm_xargs`
-has no mappings. "sampler" is a name, or a mapping of name and settings, as in presets. The additional name "template"
-is for infilling. Defaults are set by the server: by `--hf-overrides '{"paradec": ...}'`, then by the environment
-variable PARADEC_VLLM, in the same form.
+They are a mapping of the fields of `paradec.Request` that hosted rows support. The mapping may be JSON text, because
+`vllm_xargs` accepts no mappings. "sampler" is a name, or a mapping with the name and settings, as in presets.
+"template" is not a field of `paradec.Request`: it lists the ids with which the answer begins, for infilling.
+The server's defaults have the same form: `--hf-overrides '{"paradec": ...}'` overrides the environment variable
+PARADEC_VLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from paradec.request import Request
 KEY = "paradec"
 VARIABLE = "PARADEC_VLLM"
 REPLACEMENTS = {"max_new_tokens": "max_tokens of the request", "stop": "a rule made in Python, with paradec.generate"}
-"""Fields of `paradec.Request` that are not accepted here, and their replacements."""
+"""Fields of `paradec.Request` that a request to vLLM must not set, and their replacements."""
 NAMES = ("sampler", "template", *(name for name in FIELDS if name not in REPLACEMENTS))
 PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
 LOGPROBS = ("logprobs", "prompt_logprobs", "logprob_token_ids")
@@ -32,35 +33,35 @@ LOGPROBS = ("logprobs", "prompt_logprobs", "logprob_token_ids")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a request, as needed to open its row."""
+    """Settings with which a request's hosted row is opened."""
 
     sampler: Sampler
     template: tuple[int, ...]
-    """Ids with which the answer begins; masks among them are filled, other ids stay."""
+    """Ids with which the answer begins. Mask ids are filled, other ids stay."""
     max_new_tokens: int
     """Number of masks after the template."""
     fields: dict[str, Any]
     """Fields of `paradec.Request`."""
     stop_ids: tuple[int, ...]
-    """Ids that end the answer for vLLM."""
+    """Ids at which vLLM ends the answer."""
 
 
 def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_id: str = "") -> Settings:
     """Read the settings of a request.
 
     params: vLLM's `SamplingParams`. defaults: the server's defaults (`server_defaults`).
-    request_id: seeds a request without a seed, equal in all processes.
+    request_id: a seed is derived from it if the request has none, so all processes have the same seed.
     Raises ValueError, TypeError: an unknown name, or a value out of its range."""
     for name, neutral in PENALTIES.items():
         if getattr(params, name) != neutral:
-            raise ValueError(f"{name}={getattr(params, name)} is not supported for diffusion models: leave it out")
+            raise ValueError(f"{name}={getattr(params, name)} is not supported by this model: leave it out")
     for name in LOGPROBS:
         if getattr(params, name, None) is not None:
-            raise ValueError(f"{name}={short_repr(getattr(params, name))} is not supported here: leave it out")
+            raise ValueError(f"{name}={short_repr(getattr(params, name))} is not supported by this model: leave it out")
     sampling: dict[str, Any] = {"top_p": params.top_p} if 0 < params.top_p < 1 else {}
     sampling |= {"top_k": params.top_k} if params.top_k > 0 else {}
-    settings = dict(defaults or {}) | sampling | _mapping((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
-    template = _template(settings.pop("template", ()))
+    settings = dict(defaults or {}) | sampling | _read((params.extra_args or {}).get(KEY), f"extra_args[{KEY!r}]")
+    template = _check_template(settings.pop("template", ()))
     max_tokens = params.max_tokens
     if max_tokens is not None and len(template) > max_tokens:
         raise ValueError(f"template has {len(template)} tokens, more than max_tokens={max_tokens}")
@@ -79,31 +80,31 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
 
 
 def server_defaults(hf_config: Any = None) -> dict[str, Any]:
-    """Read the server's default settings. Raises ValueError, TypeError: another form, or an unknown name."""
-    defaults = _mapping(os.environ.get(VARIABLE) or None, VARIABLE)
-    return defaults | _mapping(getattr(hf_config, KEY, None), f"hf_overrides[{KEY!r}]")
+    """Read the server's default settings. Raises ValueError, TypeError: no mapping, or an unknown name."""
+    defaults = _read(os.environ.get(VARIABLE) or None, VARIABLE)
+    return defaults | _read(getattr(hf_config, KEY, None), f"hf_overrides[{KEY!r}]")
 
 
-def _mapping(value: Any, place: str) -> dict[str, Any]:
-    """Read settings from a mapping or JSON text. place: name of the source, for errors."""
+def _read(value: Any, source: str) -> dict[str, Any]:
+    """Read settings from a mapping or JSON text. source: where the value comes from, for error messages."""
     if value is None:
         return {}
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{place}={short_repr(value)} is not JSON: {error}") from None
+            raise ValueError(f"{source}={short_repr(value)} is not JSON: {error}") from None
     if not isinstance(value, Mapping):
-        raise TypeError(f"{place}={short_repr(value)} must be a mapping, or JSON text of one")
+        raise TypeError(f"{source}={short_repr(value)} must be a mapping, or JSON text of one")
     for name in value:
         if name in REPLACEMENTS:
-            raise ValueError(f"{place}: {name} is not accepted here; use {REPLACEMENTS[name]}")
+            raise ValueError(f"{source}: {name} is not accepted here; use {REPLACEMENTS[name]}")
         if name not in NAMES:
-            raise TypeError(f"{place}: {unknown_name('name', name, NAMES)}")
+            raise TypeError(f"{source}: {unknown_name('name', name, NAMES)}")
     return dict(value)
 
 
-def _template(value: Any) -> tuple[int, ...]:
+def _check_template(value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
         raise TypeError(f"template={short_repr(value)} must be token ids")
     ids = tuple(value)

@@ -16,7 +16,7 @@ from paradec.integrations.engines.hosted import Hosted
 from paradec.integrations.engines.vllm.settings import Settings, server_defaults, settings_of
 
 ROW = 0
-"""Key of the only row of a slot's `Hosted`."""
+"""Key of a request's row: each request has a `Hosted` with this row only."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class ServedModel:
     def open_row(
         self, prompt: Sequence[int], settings: Settings, answer: Sequence[int] = (), device: Any = "cpu"
     ) -> Hosted:
-        """Open the row of a request. answer: the answer so far, if vLLM resumes a preempted request. Raises ValueError,
-        TypeError: settings that this model or prompt does not support."""
+        """Open the row of a request. answer: the tokens emitted before vLLM preempted the request. Raises ValueError,
+        TypeError: the model or the prompt does not support the settings."""
         facts = self.facts
         if facts.mask_id in prompt:
             raise ValueError(
@@ -55,7 +55,7 @@ class ServedModel:
         return hosted
 
     def why_unsupported(self, prompt: Sequence[int], params: Any) -> str:
-        """The reason why a request could not be started."""
+        """Return why a request has failed."""
         try:
             self.open_row(prompt, settings_of(params, self.defaults))
         except (ValueError, TypeError) as error:
@@ -64,8 +64,8 @@ class ServedModel:
 
 
 def read_model(model: Any) -> ServedModel:
-    """Read the model of an engine from its checkpoint's files. model: vLLM's `ModelConfig`. Raises CheckpointError for
-    missing data."""
+    """Read the facts of an engine's model from its checkpoint, and the server's defaults. model: vLLM's `ModelConfig`.
+    Raises CheckpointError for missing data."""
     from paradec.models.checkpoint import read_json
     from paradec.models.family import read_facts, read_tokenizer
     from paradec.models.loading import FAMILIES
@@ -82,8 +82,10 @@ def read_model(model: Any) -> ServedModel:
 
 
 class Slot:
-    """One request of the batch. The block from `begin` on is forwarded next. is_storing: the block is final, so the
-    keys and values of this forward stay. known: number of tokens that vLLM has (prompt and emitted answer)."""
+    """One request of the batch.
+
+    begin: position of the block that the next forward evaluates. is_storing: whether this block's tokens are final, so
+    that the forward stores their keys and values. known: number of the request's tokens in vLLM: prompt and emitted."""
 
     def __init__(self, served: ServedModel, hosted: Hosted, known: int):
         self.served, self.hosted, self.known = served, hosted, known
@@ -94,7 +96,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """The position after the block."""
+        """The position after the block's last one."""
         return min(self.begin + self.served.block, int(self.state.canvas.shape[1]))
 
     @property
@@ -103,18 +105,19 @@ class Slot:
         return self.hosted.state(ROW)
 
     def canvas(self) -> Tensor:
-        """[n] int64: the current tokens of the block, without prompt tokens."""
+        """[n] int64: the current tokens of the block from position `known` on."""
         ids: Tensor = self.state.canvas[0, self.known : self.stop]
         return ids
 
     def step(self, logits: Tensor, forwards_twice: bool) -> list[int]:
-        """Step a canvas with its logits [n, V]; return the tokens to emit, usually none. forwards_twice: whether a
-        final block is forwarded once more to be stored, even if its last step changed no token."""
+        """Step a canvas with its logits [n, V]. Returns the tokens to emit; none as long as the block is not final.
+
+        forwards_twice: whether a final block needs one more forward, even if its last step changed no token."""
         if self.is_storing:
             return self._emit()
-        tail = self.known - self.begin
-        if tail:  # logits of prompt tokens are not read
-            logits = torch.cat((logits.new_zeros((tail, logits.shape[1])), logits))
+        num_prompt = self.known - self.begin
+        if num_prompt:  # the sampler does not read logits of prompt tokens
+            logits = torch.cat((logits.new_zeros((num_prompt, logits.shape[1])), logits))
         result = self.hosted.step({ROW: logits})[ROW]
         if result.error is not None:
             self.failed = True
@@ -128,7 +131,7 @@ class Slot:
         return []
 
     def _emit(self) -> list[int]:
-        """Emit the canvas, and continue with the next block."""
+        """Return the block's tokens from `known` on, and continue with the next block."""
         state = self.state
         tokens = state.canvas[0, self.known : min(self.stop, int(state.end[0]))].tolist()
         if state.done and int(state.end[0]) < int(state.requested_end[0]):
@@ -140,17 +143,17 @@ class Slot:
         return tokens
 
     def _update_storing(self) -> None:
-        """Set `is_storing` if the current block has nothing to decide."""
+        """Set `is_storing` to whether all tokens of the current block are final."""
         self.is_storing = self.hosted.done(ROW) or self.hosted.window(ROW)[0] > self.begin
 
 
 def cut_at_blocks(begins: np.ndarray, computed: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut each row's query where its blocks end.
 
-    begins: [R + 1] int: start of each row's query in the batch, and the end of the last one.
-    computed: [R] int: number of positions left of each row's query.
-    Returns, for P pieces, int32: their rows [P], their starts in the batch [P + 1] (with the end of the last one), and
-    their ends (exclusive) in their rows [P]."""
+    begins: [R + 1] int: start of each row's query in the batch, and the end of the last query.
+    computed: [R] int: position of the first token of each row's query.
+    Returns int32 arrays for the P pieces: the row of each [P]; its start in the batch [P + 1], with the end of the last
+    piece; the position after its last token [P]."""
     rows, cuts, ends = [], [int(begins[0])], []
     for row in range(len(begins) - 1):
         first, position = int(begins[row]), int(computed[row])

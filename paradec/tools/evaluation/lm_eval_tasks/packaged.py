@@ -11,12 +11,12 @@ from paradec.tools.evaluation.tasks import Example, get_task, load_prompts
 
 
 def prompts(task: str, **_: Any) -> DatasetDict:
-    """Load the packaged prompts of one task; other arguments of the harness are ignored."""
+    """Load the packaged prompts of one task. Other arguments, which the harness passes, are ignored."""
     rows = [asdict(example) for example in load_prompts(task)]
     return DatasetDict(test=Dataset.from_list([row | {"answer": row["answer"] or ""} for row in rows]))
 
 
-def judged(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Judge the answer: 1.0 if the task accepts it."""
+def judge_answer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """Judge the only answer in `results`: 1.0 if it is right, else 0.0."""
     example = Example(**{**doc, "items": tuple(doc["items"])})
     return {"exact_match": float(get_task(example.task).check(example, results[0]))}
