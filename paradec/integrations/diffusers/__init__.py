@@ -1,1 +1,1 @@
-"""Forecasts inside pipelines of diffusers. (Schedulers for these pipelines are in `paradec.schedulers`.)"""
+"""Acceleration of diffusers' pipelines by forecasts, and tuning for it. Schedulers are in `paradec.schedulers`."""

@@ -1,7 +1,7 @@
-"""Calibrations from plain runs: MagCache's ratios, and BAC's schedules (Ji et al., ICLR 2026, arXiv 2506.13456).
+"""Calibrations from full runs: MagCache's ratios, and BAC's schedules (Ji et al., ICLR 2026, arXiv 2506.13456).
 
-Where BAC's public code differs from the paper's text, this file follows the code: a segment is scored by its similarity
-to the features at its first step, and the bubbling union may apply to any module.
+Two points follow BAC's public code, not the paper's text: a segment of steps is scored by the similarity of its
+features to those at its first step, and the bubbling union may extend the schedule of any module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ METRICS = ("cosine", "l1", "mse")
 
 @dataclass(frozen=True, eq=False)
 class _Magnitudes(Probe):
-    ratios: dict[int, list[float]] = field(default_factory=dict)  # by step, of all its calls
+    ratios: dict[int, list[float]] = field(default_factory=dict)  # by step, one for each call of the step
 
     def is_full(self, progress: RunProgress, first: Tensor, probe: Tensor, forced: bool) -> bool:
         return True
@@ -47,10 +47,10 @@ def calibrate_magcache(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> M
 
     Args:
         pipe: a diffusers pipeline (each transformer is measured at its steps), or a transformer; restored at the end.
-        run: makes one plain run with all steps.
+        run: function that runs the pipeline once, with all steps.
         runs: number of runs. Ratios are averaged over the runs and over the calls of a step (guidance).
 
-    Raises ValueError for invalid `runs`, no blocks, or runs of different lengths; TypeError for another `pipe`.
+    Raises ValueError for invalid `runs`, no known blocks, or runs of different lengths; TypeError for another `pipe`.
     """
     check_int("runs", runs, low=1)
     measured: list[list[float]] = []
@@ -78,14 +78,14 @@ def calibrate_bac(
 
     Args:
         pipe: a diffusers pipeline, or a transformer; restored at the end.
-        run: makes one plain run with all steps.
-        updates: number of evaluations of each module in a run, before the bubbling union.
-        runs: number of runs that are averaged.
+        run: function that runs the pipeline once, with all steps.
+        updates: number of evaluations of each module in a run, before the bubbling union adds some.
+        runs: number of runs over which scores are averaged.
         metric: similarity of features: "cosine" (the paper's), "l1" or "mse".
-        bubbling: number of modules that the bubbling union extends.
+        bubbling: number of modules whose schedules the bubbling union extends.
         samples: number of compared entries of a feature, evenly spaced (4 bytes each, per module and step).
 
-    Raises ValueError for an invalid setting, no such modules, runs of different lengths; TypeError for another `pipe`.
+    Raises ValueError for an invalid setting, no known modules, runs of different lengths; TypeError for another `pipe`.
     """
     check_int("updates", updates, low=1)
     check_int("runs", runs, low=1)
@@ -104,15 +104,15 @@ def calibrate_bac(
             total[name] = total.get(name, 0) + scores
             errors[name] += error
     schedules = {name: adaptive_schedule(total[name], updates, maximise=metric == "cosine") for name in names}
-    feed_forward = [name for name in names if FEED_FORWARD.fullmatch(name.split(".")[-1]) or name.endswith("proj_out")]
-    extended = bubbling_union(schedules, errors, feed_forward, bubbling)
+    feed_forwards = [name for name in names if FEED_FORWARD.fullmatch(name.split(".")[-1]) or name.endswith("proj_out")]
+    extended = bubbling_union(schedules, errors, feed_forwards, bubbling)
     return BlockSchedule(len(total[names[0]]), tuple((name, tuple(extended[name])) for name in names))
 
 
 def _record_features(
     pipe: Any, run: Callable[[], Any], module: nn.Module, names: list[str], samples: int
 ) -> dict[str, dict[int, list[Tensor]]]:
-    """Make a plain run; return samples of the modules' outputs by name and step, for each call of the step."""
+    """Run once without forecasts. Return samples [n] of each module's outputs, by name and step; one per call."""
     features: dict[str, dict[int, list[Tensor]]] = {name: {} for name in names}
 
     def record(name: str, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -136,7 +136,7 @@ def _record_features(
 
 
 def _score_steps(features: Tensor, metric: str) -> tuple[np.ndarray, float]:
-    """Return [T, T] float64 scores of features [T, n] against each other, and their mean absolute distance."""
+    """Score all pairs of T steps by their features [T, n]: [T, T] float64. Also return the mean absolute distance."""
 
     def pairwise(measure: Callable[[Tensor], Tensor]) -> np.ndarray:
         return torch.stack([measure(features - row).mean(1) for row in features]).double().numpy()
@@ -150,20 +150,20 @@ def _score_steps(features: Tensor, metric: str) -> tuple[np.ndarray, float]:
 
 
 def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -> list[int]:
-    """Choose the best `updates` steps to evaluate a module, beginning with step 0; of equal sets, the earliest.
+    """Choose the best `updates` steps (step 0 and others) to evaluate a module; of equally good sets, the earliest.
 
-    scores: [T, T]; entry [a, t] scores the features of step a at step t. maximise: whether larger scores are better.
+    scores: [T, T]; entry [a, t] scores the use of step a's features at step t. maximise: whether large scores are good.
     """
     total = len(scores)
     check_int("updates", updates, low=1, high=total)
     scores = np.asarray(scores, np.float64) if maximise else -np.asarray(scores, np.float64)
     sums = np.cumsum(scores, axis=1)
-    # cost[a, c]: score of the features of step a at steps a to c
-    cost = sums - np.take_along_axis(sums, np.arange(total)[:, None], 1) + np.diag(scores)[:, None]
-    cost[np.tril_indices(total, -1)] = -np.inf
-    best, starts = cost[0], []
+    # gain[a, c]: total score of the segment of steps a to c, which use the features of step a
+    gain = sums - np.take_along_axis(sums, np.arange(total)[:, None], 1) + np.diag(scores)[:, None]
+    gain[np.tril_indices(total, -1)] = -np.inf
+    best, starts = gain[0], []
     for _ in range(1, updates):
-        totals = best[:-1, None] + cost[1:]  # [step before the last segment, its last step]
+        totals = best[:-1, None] + gain[1:]  # [k, c]: the last segment has steps k + 1 to c
         starts.append(totals.argmax(0) + 1)
         best = totals.max(0)
     steps, end = [], total - 1
@@ -174,18 +174,18 @@ def adaptive_schedule(scores: np.ndarray, updates: int, maximise: bool = True) -
 
 
 def bubbling_union(
-    steps: Mapping[str, Iterable[int]], errors: Mapping[str, float], feed_forward: Sequence[str], num_modules: int = 3
+    steps: Mapping[str, Iterable[int]], errors: Mapping[str, float], feed_forwards: Sequence[str], num_modules: int = 3
 ) -> dict[str, list[int]]:
-    """Extend the schedules of the modules with the largest errors by the steps of later feed-forward modules.
+    """Add the steps of later feed-forward modules to the schedules of the modules with the largest errors.
 
-    steps: schedules by module, in the order of evaluation.
-    errors: by module, the mean distance between its features at two steps. feed_forward: names of feed-forward modules.
-    num_modules: number of extended schedules (3 in the README, 5 in the simulations); below 2, none is extended."""
+    steps: by module, its schedule; the modules are in the order of evaluation.
+    errors: by module, the mean distance between its features at two steps. feed_forwards: names of such modules.
+    num_modules: number of extended schedules (3 in BAC's README, 5 in its simulations); below 2, none is extended."""
     names = list(steps)
     extended = {name: sorted(set(steps[name])) for name in names}
     if num_modules < 2:
         return extended
     for name in sorted(names, key=lambda name: -errors[name])[:num_modules]:
-        later = [module for module in names[names.index(name) :] if module in feed_forward]
+        later = [module for module in names[names.index(name) :] if module in feed_forwards]
         extended[name] = sorted(set(steps[name]).union(*(steps[module] for module in later)))
     return extended

@@ -28,30 +28,30 @@ from paradec.tools.tuning.step_search import Steps, even_starts, search
 from paradec.tools.tuning.study import describe_difference
 
 SCHEMA = "paradec-tune-steps/1"
-# Student's 97.5 % quantiles for 1 to 16 degrees of freedom; the last is used for more
+# 97.5 % quantiles of Student's t for 1 to 16 degrees of freedom; above 16, the last is used
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120)
 
 
 @dataclass(frozen=True)
 class StepTuning:
-    """Result of `tune_steps`. Errors are |x - full| / |full - noise| of the final latents."""
+    """Result of `tune_steps`. Errors of final latents x are |x - full| / |full - noise|; noise: the initial latents."""
 
-    even: StepSchedule  # the best evenly spread set on the choosing seeds
-    best: StepSchedule  # the best set of the search on the choosing seeds
+    even: StepSchedule  # the evenly spread set of steps with the smallest error on the choosing seeds
+    best: StepSchedule  # the set with the smallest error that the search found on the choosing seeds
     seeds: tuple[int, ...]  # choosing seeds
     report: tuple[int, ...]  # reporting seeds
-    errors: dict[str, dict[str, list[float]]]  # by "even" and "best", then "choose" and "report"; one per seed
+    errors: dict[str, dict[str, list[float]]]  # by "even" or "best", and "choose" or "report": an error per seed
     num_sets: int  # number of evaluated sets
-    sampler: Forecast  # for `accelerate(pipe, tuned.sampler)`, with the chosen steps
+    sampler: Forecast  # the sampler with the chosen steps, for `accelerate(pipe, tuned.sampler)`
 
     @property
     def difference(self) -> tuple[float, float, float]:
-        """Mean of (best - even) on the reporting seeds, and the two ends of its paired 95 % interval."""
+        """Mean of the errors' differences best - even on the reporting seeds, and the ends of its 95 % interval."""
         return paired_interval(self.errors["best"]["report"], self.errors["even"]["report"])
 
     @property
     def chosen(self) -> str:
-        """ "best" if the interval is below 0, else "even"."""
+        """ "best" if the interval of `difference` is below 0, else "even"."""
         return "best" if self.difference[2] < 0 else "even"
 
     @property
@@ -104,24 +104,24 @@ def tune_steps(
     >>> tuned = paradec.tune_steps(pipe, lambda seed: pipe("a fox", generator=...), budget=7)    # doctest: +SKIP
     >>> tuned.save("steps.json"); paradec.accelerate(pipe, tuned.sampler)                        # doctest: +SKIP
 
-    Sets of steps are compared with full runs by the final latents (the last `scheduler.step`) for several seeds. The
-    search anneals from the best evenly spread set, then climbs. The best set is chosen if, on other seeds, the paired
-    interval of (best - even) is below 0.
+    The error of a set of steps is the distance of its final latents (the last `scheduler.step`) from those of full
+    runs. The search anneals from the best evenly spread set, then climbs. Its best set is chosen if, on other seeds,
+    the paired interval of the errors' differences best - even is below 0.
 
     Args:
         pipe: a diffusers pipeline; restored at the end.
-        run: `run(seed)` makes one run with this seed, with the steps, guidance and size of later use.
-        budget: number of steps to evaluate.
-        seeds, report: the choosing and the reporting seeds, or numbers of seeds (counted from 0).
+        run: `run(seed)` runs the pipeline once with this seed, with the steps, guidance and size of later use.
+        budget: number of steps of a run to evaluate.
+        seeds, report: the choosing and the reporting seeds: numbers of seeds (0, 1, ...), or lists of seeds.
         sampler: a sampler or its name, without a schedule or rule; by default `Forecast(where="output")`.
-        runs: number of new sets to evaluate, besides full runs, evenly spread starts and the report.
-        study: a JSON file for the measurements; the same call with an existing file continues the search.
-        seed: of the search.
-        progress: called after every set with a description and the share done.
+        runs: number of sets that the search evaluates, without evenly spread sets. Full runs and the report are extra.
+        study: a JSON file for the measurements. If it exists, the same call continues its search.
+        seed: seed of the search.
+        progress: function that is called after every set, with a description and the share of the work that is done.
 
     Raises:
-        TypeError: `pipe` is not a pipeline with a scheduler. ValueError: an argument out of its range, before any run;
-            a budget above the run's steps, runs of different lengths, or another call's study.
+        TypeError: `pipe` is not a pipeline with a scheduler. ValueError, before any run: an argument out of its range.
+            ValueError: a budget above the run's steps, runs of different lengths, or a study of other arguments.
     """
     method = Forecast(where="output") if sampler is None else sampler_from(sampler)
     choosing, reporting = _check(pipe, budget, seeds, report, method, runs, seed)
@@ -145,7 +145,7 @@ def tune_steps(
 def _check(
     pipe: Any, budget: Any, seeds: Any, report: Any, sampler: Any, runs: Any, seed: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the choosing and the reporting seeds. Raises as `tune_steps`."""
+    """Return the choosing and the reporting seeds. Raises the errors of `tune_steps` that need no run."""
     if not hasattr(pipe, "scheduler"):
         raise TypeError(f"pipe={short_repr(pipe)} must be a diffusers pipeline: its scheduler counts the steps")
     find_transformers(pipe)
@@ -177,7 +177,7 @@ def _check(
 
 @dataclass
 class _Runner:
-    """Measures the errors of sets of steps, and saves the study."""
+    """Measurement of the errors of sets of steps, saved in a study."""
 
     pipe: Any
     run: Callable[[int], Any]
@@ -188,11 +188,11 @@ class _Runner:
     total: int = 0
     guidance: float | None = None
     max_errors: int = 1  # maximum number of errors to measure
-    error_table: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set and seed
-    full_runs: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # final latent, distance from noise
+    error_table: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set of steps and seed
+    full_runs: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # by seed: latent, its distance from noise
 
     def make_full_runs(self, seeds: tuple[int, ...], budget: int) -> None:
-        """Make the full runs, and read the study."""
+        """Read the study, make the full runs, and check that they fit."""
         saved = read_json(self.study) if self.study is not None and self.study.exists() else None
         if saved is not None and saved.get("schema") != SCHEMA:
             raise ValueError(f"study={str(self.study)!r} is not a study of {SCHEMA}")
@@ -225,7 +225,7 @@ class _Runner:
         return StepSchedule(steps, self.total, self.setup["scheduler"], self.guidance, self.sampler.where)
 
     def loss(self, steps: Steps, bound: float) -> float:
-        """Return the mean error over the choosing seeds, or infinity as soon as it cannot be below the bound."""
+        """Return the mean error over the choosing seeds; infinity as soon as it is known to be at least `bound`."""
         error_sum, count = 0.0, len(self.choosing)
         for seed in self.choosing:
             error_sum += self.error(steps, seed)
@@ -247,8 +247,8 @@ class _Runner:
         return row[seed]
 
     def _make_run(self, seed: int, steps: Steps | None) -> SimpleNamespace:
-        """Make one run, a full one if `steps` is None. Return its initial `noise`, final `latent` (both float64),
-        `total` steps, and `guidance`."""
+        """Run the pipeline once; evaluate all steps if `steps` is None. Return the run's initial `noise` and final
+        `latent` (both float64), its number of steps `total`, and `guidance`."""
         scheduler, run = self.pipe.scheduler, SimpleNamespace(total=0)
         original_step = scheduler.step
 
@@ -285,7 +285,7 @@ class _Runner:
 
 
 def paired_interval(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean paired difference new - old, and the ends of its 95 % interval (Student's t)."""
+    """Return the mean of the differences new - old, and the ends of its 95 % interval (Student's t for pairs)."""
     differences = [a - b for a, b in zip(new, old, strict=True)]
     mean, count = statistics.fmean(differences), len(differences)
     half_width = T95[min(count - 1, len(T95)) - 1] * statistics.stdev(differences) / math.sqrt(count)

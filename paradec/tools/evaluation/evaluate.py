@@ -41,8 +41,8 @@ def evaluate(
         recipe: the evaluation.
         model: a loaded model, which replaces the recipe's.
         device: as in `paradec.load`.
-        use_cache: prefix of the name of the harness' file of answers. "answers" gives `answers_draws2_rank0.db`, where 2
-            is the version of random numbers. If the file exists, a run of an equal recipe continues from it.
+        use_cache: prefix of the harness' file of answers. "answers" gives `answers_draws2_rank0.db`, where 2 is the
+            version of random numbers. If the file exists, a run of an equal recipe continues from it.
         log_samples: whether the result includes all prompts and answers.
         bootstrap_iters: number of resamples for standard errors that have no formula; 0 leaves these errors out.
 

@@ -45,7 +45,7 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
 
 def _parse_line(line: str) -> Question:
     fields = read_fields(line, FIELDS, ids=True)
-    right = judge(fields)[0] if "answer" in fields or "regex" in fields else None
+    right = build_judge(fields)[0] if "answer" in fields or "regex" in fields else None
     truth = read_ids("answer_ids", fields["answer_ids"]) if "answer_ids" in fields else None
     if right is not None and truth is not None:
         raise ValueError("give answer_ids, or answer or regex, not both")
@@ -88,7 +88,7 @@ def _parse_entry(index: int, prompt: Any, answer: Any) -> Question:
         plain = list(read_ids(f"prompt {index}", prompt))
     right, truth = None, None
     if isinstance(answer, str) or isinstance(answer, (list, tuple)) and answer and isinstance(answer[0], str):
-        right = judge({"answer": answer if isinstance(answer, str) else list(answer)})[0]
+        right = build_judge({"answer": answer if isinstance(answer, str) else list(answer)})[0]
     elif answer is not None:
         truth = read_ids(f"answer {index}", answer)
         answer = list(truth)

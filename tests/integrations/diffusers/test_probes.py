@@ -383,7 +383,7 @@ class UnusualStack(nn.Module):
 def test_modules_that_are_no_stack_are_refused() -> None:
     latent, time = toy()[1], torch.zeros(2, dtype=torch.float64)
     with accelerate(UnusualStack(True), FirstBlock()) as session:
-        refuses(lambda: session.transformers[0].module(latent, time), "continues none of its inputs", RuntimeError)
+        refuses(lambda: session.transformers[0].module(latent, time), "updates none of its inputs", RuntimeError)
     single, _ = toy(1)
     for rule in (FirstBlock(), DBCache()):
         refuses(partial(accelerate, single, rule), f"when='{rule.name}' always evaluates .* has 1,")

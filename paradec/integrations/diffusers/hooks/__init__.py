@@ -1,4 +1,4 @@
-"""Sessions on diffusers' pipelines. `session` is the entry point (`paradec.accelerate`).
+"""Sessions that accelerate diffusers' pipelines. `session.py` has the entry point, `paradec.accelerate`.
 
-Other pipelines: `recap` (AmusedPipeline), `block_cache` (LLaDA2Pipeline), `prior` (GlmImagePipeline).
+Special sessions: `recap.py` (AmusedPipeline), `block_cache.py` (LLaDA2Pipeline), `prior.py` (GlmImagePipeline).
 """

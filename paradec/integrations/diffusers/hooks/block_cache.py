@@ -27,11 +27,11 @@ class BlockCacheReport:
     """Counts since a `BlockCache` was attached."""
 
     calls: int = 0
-    evaluated: int = 0  # positions of all rows
+    evaluated: int = 0  # evaluated positions, over all rows
     whole: int = 0  # positions that would have been evaluated without the cache
-    bytes: int = 0  # maximum bytes of keys and values
+    bytes: int = 0  # maximum size of keys and values
 
-    short = property(str, doc="One line, as `str`.")
+    short = property(str, doc="The report in one line, as `str`.")
 
     def __str__(self) -> str:
         share = self.evaluated / self.whole if self.whole else 1.0
@@ -44,10 +44,10 @@ class BlockCacheReport:
 class BlockCache(PipelineSession, nn.Module):
     """Block cache on a LLaDA2Pipeline, from `paradec.accelerate(pipe, cache="block")`. A context manager.
 
-    It replaces `pipe.model`, forwards its attributes, and evaluates the positions from the open block on (and each
-    finished block once) with a transformers `DynamicCache`. Raises TypeError for another pipeline, ValueError for a
-    model without a key/value cache, or (tested with random tokens) a model whose blocks see later blocks, or whose
-    logits change with a cache.
+    It replaces `pipe.model` and forwards its attributes. A call evaluates only positions that are not in a transformers
+    `DynamicCache`: a newly finished block and the open block. Raises TypeError for another pipeline; ValueError for a
+    model without a key/value cache, or if a test with random tokens shows that blocks attend to later blocks, or that
+    the cache changes logits.
     """
 
     def __init__(self, pipe: Any):
@@ -70,7 +70,7 @@ class BlockCache(PipelineSession, nn.Module):
         self.pipe, self.inner = pipe, model
         self.checked_lengths: set[int] = set()  # block lengths
         self.counts = BlockCacheReport()
-        # keys and values before the open block; tokens and mask [2, B, n]
+        # of the n positions before the open block: cache of keys and values; tokens and mask [2, B, n]
         self.prefix: tuple[Any, Tensor] | None = None
         self._check_block_causal(int(config["block_length"]))
         pipe.model = self
@@ -91,7 +91,7 @@ class BlockCache(PipelineSession, nn.Module):
 
     @torch.no_grad()
     def _check_block_causal(self, block: int) -> None:
-        """Raise ValueError unless the model is block-causal with this block length, with and without a cache."""
+        """Raise ValueError unless the model is block-causal with this block length, and a cache keeps its logits."""
         model, device = self.inner, next(self.inner.parameters()).device
         vocab: Any = getattr(getattr(model, "config", None), "vocab_size", None)
         check_int("model.config.vocab_size", vocab, low=1)
@@ -116,7 +116,7 @@ class BlockCache(PipelineSession, nn.Module):
         tolerance = TOLERANCE.get(full_logits.dtype, 0.1) * full_logits.abs().max()
         if (first_logits - full_logits[:, :block]).abs().max() > tolerance:
             raise ValueError(
-                f"cache='block' is exact for block-causal models only: in {type(model).__name__} a block's logits "
+                f"cache='block' is exact only for block-causal models: in {type(model).__name__} a block's logits "
                 f"depend on the block to its right at block_length={block}"
             )
         if (cached_logits[:, -block:] - full_logits[:, block:]).abs().max() > tolerance:
@@ -127,13 +127,13 @@ class BlockCache(PipelineSession, nn.Module):
         self.checked_lengths.add(block)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Any:
-        """Evaluate the positions that are not cached, and return the open block's logits. Raises ValueError for a new
-        block length with which the model is not block-causal."""
+        """Evaluate the positions that are not cached, and return the open block's logits. Raises ValueError if the
+        block length has changed, and the model is not block-causal with the new one."""
         block = read_block_length(self.pipe.scheduler)
         if block not in self.checked_lengths:
             self._check_block_causal(block)
         inputs = torch.stack((input_ids, attention_mask))
-        prefix, self.prefix = self.prefix, None  # an exception in the call leaves no half-written cache
+        prefix, self.prefix = self.prefix, None  # if the call raises, its incomplete cache is not used again
         if prefix is None or not torch.equal(prefix[1], inputs[..., :-block][..., : prefix[1].shape[-1]]):
             prefix = DynamicCache(), inputs[..., :0]
         cache, start = prefix[0], prefix[1].shape[-1]
@@ -182,8 +182,8 @@ class BlockCausalModule(ModuleUtilsMixin, nn.Module):
         past_key_values: Any = None,
         use_cache: bool = False,
     ) -> Any:
-        """Return the logits at `position_ids` [B, Q]. attention_mask: [B, K], 0 for padding; K includes cached keys.
-        Raises ValueError for parts of blocks if the model chooses experts for whole blocks."""
+        """Return the logits at `position_ids` [B, Q]. attention_mask: [B, K] over cached and new keys, 0 for padding.
+        Raises ValueError for an incomplete block if the model chooses experts for whole blocks."""
         if self.whole_blocks and position_ids.shape[1] % self.block_length:
             raise ValueError(
                 f"a call of {position_ids.shape[1]} positions splits a block of {self.block_length}, and the model "
@@ -192,7 +192,7 @@ class BlockCausalModule(ModuleUtilsMixin, nn.Module):
         keys = torch.arange(attention_mask.shape[1], device=input_ids.device)
         visible = (position_ids // self.block_length)[:, :, None] >= (keys // self.block_length)[None, None]
         visible = visible & attention_mask[:, None, :].bool()
-        # left padding sees no key, so let it see itself: its softmax must be defined
+        # left padding attends to no key: let it attend to itself, so that its softmax is defined
         visible |= (position_ids[:, :, None] == keys) & ~visible.any(-1, keepdim=True)
         return self.model(
             input_ids=input_ids,

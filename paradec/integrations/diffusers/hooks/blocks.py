@@ -1,6 +1,6 @@
-"""Search for a transformer's residual blocks and their branches by module names, with tables of exceptions.
+"""Search for a transformer's residual blocks, and for their attention and feed-forward modules (branches), by name.
 
-A block is an entry of a `ModuleList` right under the transformer, with attention or feed-forward modules.
+A block is an entry of a `ModuleList` that is a child of the transformer; it has at least one branch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Kind = Literal["forecast", "residual", "stack", "skip", "output"]
 
 @dataclass(frozen=True)
 class Place:
-    """A hooked module."""
+    """A module to hook."""
 
-    name: str  # within the transformer; "" is the transformer
-    kind: Kind  # "stack": the residual of all blocks is forecast; "skip": neither evaluated nor forecast
-    block: str
-    sink: str | None = None  # the forecast module that a skipped module feeds, if known
+    name: str  # path in the transformer; "" is the transformer
+    kind: Kind  # "stack": one residual of all blocks is forecast; "skip": the module gets a placeholder as output
+    block: str  # path of its block
+    sink: str | None = None  # the forecast module that reads a skipped module's output, if known
     narrow: bool = False  # whether a skipped module's placeholder may have width 0
 
 
@@ -33,17 +33,17 @@ ATTENTION = re.compile(r"(\w+_)?(attn|attention|mhba)\d*(_\w+)?")
 FEED_FORWARD = re.compile(r"(\w+_)?(ff|ffn|mlp|moe|feed_?forward|transition)\d*(_\w+)?")
 # modules that are not branches: norms, modulations and parts of a branch
 NON_BRANCH_NAMES = re.compile(r"(\w+_)?(\w*norm|ln|proj|act|mod|gate|scale|shift|lora|adaln)(_\w+|\d*)", re.IGNORECASE)
-# children of single-stream blocks (FLUX): proj_out sums attention and feed-forward and is forecast, the rest is skipped
+# children of single-stream blocks (FLUX): proj_out mixes the outputs of the other two; it is forecast, they are skipped
 FUSED = ("attn", "proj_mlp", "proj_out")
 
-# single-stream blocks that only concatenate the outputs of skipped modules: placeholders may have width 0
+# single-stream blocks that only concatenate the outputs of skipped modules: a placeholder may have width 0
 NARROW = re.compile(r"(Flux|HunyuanVideo(TokenReplace)?|HunyuanImage|Chroma)SingleTransformerBlock")
 
 # lists of blocks that process texts or a control video, not the denoised stream
 SIDE = re.compile(r"(text|txt|context|caption|siglip|vace)(_\w+)?")
 STREAMS = ("hidden_states", "encoder_hidden_states")
-MAIN = ("hidden_states", "gen_seq", "visual_embed", "vis", "x")  # the argument that holds the denoised stream
-# blocks that return the text's tensor before the image's
+MAIN = ("hidden_states", "gen_seq", "visual_embed", "vis", "x")  # names of the argument with the denoised stream
+# classes of blocks that return the text's tensor before the image's
 TEXT_FIRST_BLOCKS = re.compile(
     r"(Flux2?(Single)?|Flux3Single|QwenImage|(AuraFlow)?Joint|Bria(Single|Fibo)?|Chroma|(LongCat|Ovis)Image(Single)?)"
     r"TransformerBlock"
@@ -54,9 +54,9 @@ OUTPUT_STREAMS = {
     "Kandinsky6FusedTransformerDecoderBlock": ("vis", "aud"),
     "LTX2VideoTransformerBlock": ("hidden_states", "audio_hidden_states"),
 }
-"""Arguments that a block's outputs continue, by class. Other classes: `STREAMS`, reversed for `TEXT_FIRST_BLOCKS`."""
-ONE_TENSOR_TRANSFORMERS = ("QwenImage21Transformer2DModel",)  # they return text rows, then latent rows, in one tensor
-CHANNEL_AXES = {"CogVideoX": 2, "ConsisID": 2, "Kandinsky": 4}  # of latents, by prefix of the class name; default 1
+"""By class: the argument that each output of a block updates. Default: `STREAMS`, reversed for `TEXT_FIRST_BLOCKS`."""
+ONE_TENSOR_TRANSFORMERS = ("QwenImage21Transformer2DModel",)  # they return text and latent in one tensor, text first
+CHANNEL_AXES = {"CogVideoX": 2, "ConsisID": 2, "Kandinsky": 4}  # axis of latents, by prefix of the class; default 1
 
 
 def bind_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -69,13 +69,13 @@ def _parameters(forward: Any) -> list[str]:
 
 
 def stream_arguments(module: nn.Module) -> tuple[str, ...]:
-    """Return the arguments that a block's outputs continue, in the order of the outputs."""
+    """Return the name of the argument that each output of a block updates."""
     name = type(module).__name__
     return STREAMS[::-1] if TEXT_FIRST_BLOCKS.fullmatch(name) else OUTPUT_STREAMS.get(name, STREAMS)
 
 
 def find_streams(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the inputs of a block that its outputs may continue, by argument."""
+    """Return the inputs of a block that its outputs may update, by argument."""
     arguments = bind_arguments(module, args, kwargs)
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     names = [name for name in stream_arguments(module) if name in tensors]
@@ -85,7 +85,7 @@ def find_streams(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict
 def match_outputs(
     module: nn.Module, streams: dict[str, Tensor], shapes: Sequence[tuple[int, ...] | None]
 ) -> list[str | None]:
-    """Return the name of the input that each output of a block continues, or None."""
+    """Return the name of the input of equal shape that each output of a block updates; None if that is unknown."""
     declared = stream_arguments(module)
     names: list[str | None] = []
     for i, shape in enumerate(shapes):
@@ -100,13 +100,13 @@ def main_stream_name(streams: dict[str, Tensor]) -> str:
 
 
 def find_main_stream(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Find the denoised stream among the arguments of a block or a module in it."""
+    """Find the denoised stream among the arguments of a block, or of a module in a block."""
     arguments = bind_arguments(module, args, kwargs)
     return find_latent((), {name: arguments[name] for name in (*MAIN, *arguments) if name in arguments})
 
 
 def find_latent(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Find the argument `hidden_states`, or the first floating tensor. Raises ValueError without one."""
+    """Find the argument `hidden_states`, or the first floating tensor with two axes. Raises ValueError without one."""
     latent = kwargs.get("hidden_states")
     if not is_feature(latent):
         latent = next((leaf for leaf in tree_leaves((args, kwargs)) if is_feature(leaf)), None)
@@ -116,7 +116,7 @@ def find_latent(args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 def order_axes(transformer: nn.Module, latent: Tensor) -> Tensor:
-    """Return a (not packed) latent as [B, C, ...], without the conditions that Kandinsky appends to its channels."""
+    """Move the channels of an unpacked latent: [B, C, ...]. Conditions among Kandinsky's channels are removed."""
     name, config = type(transformer).__name__, getattr(transformer, "config", {})
     if name.startswith("Kandinsky"):
         latent = latent[..., : config["in_visual_dim"]]
@@ -139,7 +139,7 @@ def find_blocks(transformer: nn.Module, main_only: bool = False) -> dict[str, nn
 
 
 def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
-    """Return the roles of a block's branches: "attention", "feed_forward", "fused", or "feeder" of a fused one."""
+    """Return the role of each branch: "attention", "feed_forward", "fused" (both), or "feeder" of a fused branch."""
     children = dict(block.named_children())
     if all(name in children for name in FUSED):
         return {prefix + "attn": "feeder", prefix + "proj_mlp": "feeder", prefix + "proj_out": "fused"}
@@ -148,16 +148,16 @@ def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
         for pattern, role in ((ATTENTION, "attention"), (FEED_FORWARD, "feed_forward")):
             if pattern.fullmatch(name) and not NON_BRANCH_NAMES.fullmatch(name):
                 roles.setdefault(prefix + name, role)
-    if not roles and len(children) == 1:  # a wrapper around the actual block
+    if not roles and len(children) == 1:  # the only child is the actual block
         (name,) = children
         return find_branches(children[name], f"{prefix}{name}.")
     return roles
 
 
 def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:
-    """Return the modules to hook for `where` (a name), in the order of the module tree.
+    """Return the modules to hook for a `where` that is a name, in the order of the module tree.
 
-    main_only: only modules of the denoised stream; always for "stack". Raises ValueError without known branches.
+    main_only: only modules of the denoised stream; True for "stack". Raises ValueError if branches are unknown.
     """
     if where == "output":
         return [Place("", "output", "")]
@@ -189,12 +189,12 @@ def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> 
 
 
 def match_patterns(transformer: nn.Module, modules: tuple[str, ...], skip: tuple[str, ...]) -> list[Place]:
-    """Return the modules to hook by patterns.
+    """Return the modules to hook, by regular expressions for their names.
 
-    Raises ValueError if a pattern matches nothing, a module is forecast and skipped or lies inside another match, or a
-    skipped module comes after the last forecast.
+    Raises ValueError if a pattern matches nothing, a module matches both `modules` and `skip`, a match is inside
+    another match, or a skipped module comes after the last forecast.
     """
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they have no forward
     names = [name for name, module in transformer.named_modules() if name and not isinstance(module, containers)]
     kinds: dict[str, Kind] = {}
     for setting, pattern in [("modules", pattern) for pattern in modules] + [("skip", pattern) for pattern in skip]:

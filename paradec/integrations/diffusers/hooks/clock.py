@@ -1,7 +1,7 @@
-"""Track runs and solver steps of a pipeline: one run at a time, in one thread.
+"""Counter of the runs and solver steps of a pipeline. A pipeline has one run at a time, in one thread.
 
-The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. While `step` is not called, a step
-begins when the timestep changes, and a run when the timestep changes direction.
+The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. For loops that do not call `step`, a
+change of the timestep begins a step, and a change of its direction begins a run.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ class Run:
     index: int = 0  # the solver step
     is_open: bool = True
     states: dict[str, Any] = field(default_factory=dict)  # states of the transformers, by name
-    foreign_calls: int = 0  # number of calls of the transformers outside of the run
+    foreign_calls: int = 0  # number of calls of the transformers that did not belong to the run
     thread: int | None = None  # id of the thread that calls the transformers
-    is_stepped: bool = False  # whether the scheduler has made a step
+    is_stepped: bool = False  # whether the scheduler's `step` was called
     uses_contexts: bool | None = None  # whether calls are inside a `cache_context`; None before the first call
     timestep: float | None = None
     direction: float = 0.0  # sign of the last change of `timestep`
 
 
 class Clock:
-    """Counter of runs and steps. on_begin: called at the start of a run."""
+    """Counter of runs and steps. on_begin: function that is called at the start of a run."""
 
     def __init__(self, on_begin: Callable[[], None] = lambda: None):
-        self.pipe: Any = None  # its scheduler is observed; None for a transformer alone
+        self.pipe: Any = None  # the pipeline whose scheduler is observed; None for a transformer alone
         self.on_begin = on_begin
         self.runs = 0
         self.run = Run(is_open=False)
         self.lock = threading.RLock()  # held during a call of the transformer
-        self.interrupted_threads: set[int] = set()  # threads whose run was ended by the start of another one
+        self.interrupted_threads: set[int] = set()  # threads whose run ended because another thread began a run
         self.scheduler: Any = None
-        self.originals: dict[str, Any] = {}  # by method name: the scheduler's instance attribute before, or None
+        self.originals: dict[str, Any] = {}  # by method: the scheduler's instance attribute that it replaced, or None
 
     @property
     def total(self) -> int | None:
-        """Solver steps of this run; None if the scheduler has no timesteps."""
+        """Number of solver steps of this run; None if the scheduler has no timesteps."""
         timesteps = getattr(self.scheduler, "timesteps", None)
         return None if timesteps is None else len(timesteps) - self.first
 
@@ -56,7 +56,7 @@ class Clock:
         return getattr(self.scheduler, "begin_index", None) or 0
 
     def begin(self) -> Run:
-        """End the current run and begin one. Raises RuntimeError while another thread calls the transformer."""
+        """End the current run, and begin a new one. Raises RuntimeError while another thread calls the transformer."""
         if not self.lock.acquire(blocking=False):
             raise self._thread_error()
         try:
@@ -81,9 +81,9 @@ class Clock:
                 state.forget()
 
     def locate_call(self, timestep: Any, context: str | None) -> Run | None:
-        """Return the run to which a call with this timestep and `cache_context` belongs; None outside of runs.
+        """Return the run to which a call with this timestep and `cache_context` belongs; None if it belongs to no run.
 
-        Raises RuntimeError in another thread than the run's, ValueError if pipeline and timestep are both missing.
+        Raises RuntimeError if another thread makes the run, ValueError if there is neither a pipeline nor a timestep.
         """
         scheduler = getattr(self.pipe, "scheduler", None)
         if scheduler is not self.scheduler and getattr(scheduler, "num_inference_steps", None) is not None:
@@ -129,7 +129,7 @@ class Clock:
                     "in this call; attach to the pipeline instead"
                 )
             return run
-        # the mean: frames may have different timesteps
+        # frames of a video may have different timesteps: use their mean
         value = float(timestep.double().mean()) if isinstance(timestep, Tensor) else float(timestep)
         direction = 0.0 if run.timestep is None else float((value > run.timestep) - (value < run.timestep))
         if direction * run.direction < 0:
@@ -147,7 +147,7 @@ class Clock:
             raise self._thread_error()
 
     def _check_interrupted(self) -> None:
-        """Raise RuntimeError, once, in a thread whose run was ended by the start of another one."""
+        """Raise RuntimeError, once, in a thread whose run ended because another thread began a run."""
         if threading.get_ident() in self.interrupted_threads:
             self.interrupted_threads.discard(threading.get_ident())
             raise self._thread_error()
@@ -164,7 +164,7 @@ class Clock:
 
 
 def _is_observed(clock: Clock, method: Callable[..., Any]) -> bool:
-    # False for copies of the scheduler
+    # a copy of the scheduler has the same wrapper, but is not observed
     return getattr(inspect.unwrap(method), "__self__", clock.scheduler) is clock.scheduler
 
 

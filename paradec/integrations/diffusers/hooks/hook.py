@@ -13,13 +13,13 @@ from torch import nn
 
 NAME = "paradec"
 Around = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
-"""Called with the module's forward and the arguments of a call; returns the output."""
+"""Function (forward, args, kwargs) -> output, which replaces a call of the module's forward."""
 
 
 class Hook(ModelHook):
     """Hook that calls `around(forward, args, kwargs)` instead of a module's forward or compiled code, until `remove`.
 
-    name: unique among the module's hooks in the registry. on_reset: called at the end of a pipeline's run.
+    name: name in the module's hook registry; unique there. on_reset: function, called at the end of a pipeline's run.
     """
 
     def __init__(self, module: nn.Module, around: Around, name: str = NAME, on_reset: Callable[[], None] | None = None):
@@ -61,7 +61,7 @@ class Hook(ModelHook):
         return self.attribute is None and self.module._compiled_call_impl is not None
 
     def remove(self) -> None:
-        """Restore the module. Hooks that were registered later stay."""
+        """Restore the module. Hooks that were registered after this one stay."""
         module = self.module
         if self.attribute is not None:
             if vars(module).get(self.attribute) is self.wrapper:
@@ -86,7 +86,7 @@ class Hook(ModelHook):
 
 
 class PipelineSession:
-    """Base of sessions on a pipeline: a context manager that detaches at its end."""
+    """Base of the sessions on a pipeline. As a context manager, a session detaches at the end."""
 
     def report(self) -> Any:
         """Return the report of the latest or current run; `.short` is one line."""
@@ -108,7 +108,7 @@ class PipelineSession:
 
 @contextmanager
 def beneath_offloading(module: nn.Module) -> Iterator[None]:
-    """In this context, `module.forward` is the forward below accelerate's offloading hook, which calls it."""
+    """In this context, `module.forward` is the forward that accelerate's offloading hook wraps, not the wrapper."""
     attributes = vars(module)
     outer, inner = attributes.get("forward"), attributes.get("_old_forward")
     if inner is None:

@@ -1,4 +1,4 @@
-"""Sampler for GLM-Image's prior in `GlmImagePipeline`; replaces `vision_language_encoder.generate`."""
+"""A sampler for GLM-Image's prior in `GlmImagePipeline`: it replaces `vision_language_encoder.generate`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PriorReport:
 
     runs: int
     prior: ImageOutput | None  # the prior's codes, forwards and seconds; None before the first run
-    forecast: Any = None  # the report of the sampler on the DiT
+    forecast: Any = None  # the report of the session on the pipeline's DiT
 
     @property
     def short(self) -> str:
@@ -47,8 +47,8 @@ class PriorSession(PipelineSession):
     """Sampler on the prior of a GlmImagePipeline, from `paradec.accelerate(pipe, prior="scd")`. A context manager.
 
     prior: a sampler or its name, or a mapping with arguments of `paradec.generate_images` ("sampler", "temperature",
-    "seed", ...); missing arguments come from the encoder's generation config. Raises TypeError for another pipeline,
-    ValueError as `generate_images`, or for an unsupported generation config or an encoder with a session.
+    "seed", ...); missing arguments come from the encoder's generation config. Raises TypeError for another pipeline;
+    ValueError for an invalid argument, an unsupported generation config, or an encoder that has a session already.
     """
 
     def __init__(self, pipe: Any, prior: Any):
@@ -93,7 +93,7 @@ class PriorSession(PipelineSession):
         max_new_tokens: int | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return [B, L + N] int64: prompts and N image tokens. A missing seed is drawn from torch's generator.
+        """Return [B, L + N] int64: prompts of L tokens and N image tokens. Without a seed, torch's generator draws one.
 
         Raises ValueError for an argument that the pipeline does not use, or grids of different sizes.
         """

@@ -1,6 +1,6 @@
 """ReCAP on AmusedPipeline (arXiv 2505.19089).
 
-In a local step the layers evaluate only the scheduler's target cells; these attend to the keys of all cells.
+In a local step the layers evaluate only the scheduler's target cells. These attend to the stored keys of all cells.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from paradec.samplers.masked.rules.recap import Recap
 class RecapReport:
     """Counts since a `RecapSession` was attached."""
 
-    cells: list[tuple[int, int]] = field(default_factory=list)  # per call: evaluated cells and all cells of an image
-    bytes: int = 0  # maximum bytes of keys, values and hidden states
+    cells: list[tuple[int, int]] = field(default_factory=list)  # per call: numbers of evaluated and all cells of a row
+    bytes: int = 0  # maximum size of keys, values and hidden states
 
-    short = property(str, doc="One line, as `str`.")
+    short = property(str, doc="The report in one line, as `str`.")
 
     def __str__(self) -> str:
         num_local = sum(evaluated < total for evaluated, total in self.cells)
@@ -38,8 +38,8 @@ class RecapReport:
 class RecapSession(PipelineSession):
     """ReCAP on an AmusedPipeline, from `paradec.accelerate(pipe, paradec.ReCAP(...))`. A context manager.
 
-    It replaces the scheduler by a `RecapScheduler`. With `downsample` a cell has 2 x 2 tokens. Raises TypeError for
-    another pipeline, ValueError if it is accelerated already or has a custom attention processor.
+    It replaces the scheduler by a `RecapScheduler`. A cell is one token, or 2 x 2 if the transformer downsamples.
+    Raises TypeError for another pipeline, ValueError if it is accelerated already or has a custom attention processor.
     """
 
     def __init__(self, pipe: Any, sampler: Recap):
@@ -65,9 +65,9 @@ class RecapSession(PipelineSession):
         scheduler = RecapScheduler.from_config(pipe.scheduler.config, **settings)
         self.pipe, self.scheduler, self.original_scheduler = pipe, scheduler, pipe.scheduler
         self._report = RecapReport()
-        self.cell = 2 if transformer.down_block.downsample is not None else 1  # tokens along a side
-        self.local: Tensor | None = None  # [R, M] int64: the cells of a local step
-        self.hidden: Tensor | None = None  # [R, N, D]: the last layer's output of all cells
+        self.cell_size = 2 if transformer.down_block.downsample is not None else 1  # tokens along a side
+        self.local: Tensor | None = None  # [R, M] int64: M evaluated cells of each row; None in a full step
+        self.hidden: Tensor | None = None  # [R, N, D]: the last layer's output at all N cells
         self.run: object | None = None
         pipe.scheduler = scheduler
         self.processors = [_CachingProcessor(self, layer.attn1) for layer in layers]
@@ -108,16 +108,16 @@ class RecapSession(PipelineSession):
         targets = self.scheduler.targets()
         self.local = None
         height, width = input_ids.shape[1:]
-        size = self.cell
-        cells = (height // size) * (width // size)
+        size = self.cell_size
+        num_cells = (height // size) * (width // size)
         if targets is not None and self.hidden is not None and len(self.hidden) == len(input_ids):
             is_target = targets.view(-1, height // size, size, width // size, size).any(4).any(2).flatten(1)
             is_target = is_target.repeat(len(input_ids) // len(is_target), 1)  # guidance branches
-            # rows with fewer targets also evaluate other cells
+            # a row with fewer targets evaluates some other cells, too
             max_cells = int(is_target.sum(1).max())
             self.local = (~is_target).int().argsort(dim=1, stable=True)[:, :max_cells]
         output = forward(*args, **kwargs)
-        self._report.cells.append((cells if self.local is None else self.local.shape[1], cells))
+        self._report.cells.append((num_cells if self.local is None else self.local.shape[1], num_cells))
         tensors = [self.hidden, *(tensor for entry in self.processors for tensor in (entry.key, entry.value))]
         self._report.bytes = max(self._report.bytes, sum(tensor.nbytes for tensor in tensors if tensor is not None))
         return output
@@ -132,7 +132,7 @@ class RecapSession(PipelineSession):
     def _call_last_layer(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         output: Tensor = forward(*args, **kwargs)
         if self.local is not None:
-            assert self.hidden is not None  # a local step follows a full one
+            assert self.hidden is not None  # a full step precedes local steps
             index = self.local.unsqueeze(-1).expand(-1, -1, output.shape[-1])
             output = self.hidden.scatter(1, index, output)
         self.hidden = output.detach()
@@ -140,7 +140,7 @@ class RecapSession(PipelineSession):
 
 
 class _CachingProcessor:
-    """diffusers' attention with stored keys and values of all cells, of which a local step updates some."""
+    """diffusers' attention, with stored keys and values of all cells. A local step updates those of its cells."""
 
     def __init__(self, session: RecapSession, attention: Any):
         self.session, self.attention, self.original = session, attention, attention.processor

@@ -1,4 +1,4 @@
-"""The report of a session of `accelerate`."""
+"""Report of a session of `paradec.accelerate`."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class CallRecord:
 
     transformer: str
     step: int
-    branch: str  # the `cache_context` ("cond") if the pipeline opens one, and the call's number in the step
-    kind: str  # "full" (all hooked modules evaluated), "forecast" (none), or "mixed"
-    evaluated: int  # hooked modules that were evaluated
-    forecast: int  # hooked modules that were forecast or skipped
-    bytes: int  # of this transformer's histories after the call
+    branch: str  # the open `cache_context` ("cond") or "call", and the number of the call in the step
+    kind: str  # "full" (all hooked modules were evaluated), "forecast" (none was), or "mixed"
+    evaluated: int  # number of hooked modules that were evaluated
+    forecast: int  # number of hooked modules that were forecast or skipped
+    bytes: int  # size of this transformer's histories after the call
     start: Any = field(repr=False)  # from `read_clock`
     end: Any = field(repr=False)
 
     @property
     def seconds(self) -> float:
-        """Duration of the call; on a GPU, waits for it."""
+        """Duration of the call. On a GPU, this property waits for the end of the call."""
         if isinstance(self.start, float):
             return self.end - self.start
         self.end.synchronize()
@@ -45,42 +45,42 @@ class CallRecord:
 
 @dataclass(repr=False)
 class Report:
-    """The latest run of a session."""
+    """Report of the latest run of a session."""
 
     settings: dict[str, Forecast]  # by transformer
-    modules: dict[str, list[str]]
+    modules: dict[str, list[str]]  # by transformer, the names of the hooked modules
     coverage: dict[str, float]  # by transformer, the share of its parameters that a forecast step does not use
-    runs: int
+    runs: int  # number of runs so far
     calls: list[CallRecord]
     notes: list[str]  # automatic decisions
     changes: list[float] = field(default_factory=list)  # measured values that the rule compared with its threshold
 
     @property
     def full_steps(self) -> list[int]:
-        """Steps at which a transformer was evaluated."""
+        """Steps with a full call of a transformer."""
         return sorted({call.step for call in self.calls if call.kind == "full"})
 
     @property
     def evaluated_share(self) -> float:
-        """Share of calls that were evaluated, in part or in full; 1 without calls."""
+        """Share of the calls that were evaluated, in part or in full; 1 if there are no calls."""
         return sum(call.kind != "forecast" for call in self.calls) / len(self.calls) if self.calls else 1.0
 
     @property
     def speedup(self) -> float | None:
-        """Speed-up of this run's calls over as many calls that each take the median time of their transformer's full
-        calls; None without full calls."""
-        full: dict[str, list[float]] = {}
+        """Speed-up of this run over one with full calls only, estimated by the median time of each transformer's full
+        calls; None if a transformer has no full calls."""
+        full_seconds: dict[str, list[float]] = {}
         for call in self.calls:
             if call.kind == "full":
-                full.setdefault(call.transformer, []).append(call.seconds)
-        if not self.calls or any(call.transformer not in full for call in self.calls):
+                full_seconds.setdefault(call.transformer, []).append(call.seconds)
+        if not self.calls or any(call.transformer not in full_seconds for call in self.calls):
             return None
         total = sum(call.seconds for call in self.calls)
-        return sum(median(full[call.transformer]) for call in self.calls) / total if total else None
+        return sum(median(full_seconds[call.transformer]) for call in self.calls) / total if total else None
 
     @property
     def why_nothing_skipped(self) -> str | None:
-        """The reason why nothing was skipped, in one line; None if something was skipped."""
+        """The reason why all calls were full, in one line; None if a call was not."""
         if any(call.kind != "full" for call in self.calls):
             return None
         steps = len({call.step for call in self.calls})
@@ -131,7 +131,7 @@ class Report:
         )
 
     def trace(self, images: Any = None) -> Trace:
-        """Make a trace of the run. images: PIL images or a tensor [B, C, H, W] in [0, 1], shown with it."""
+        """Make a trace of the run. images: PIL images, or a tensor [B, C, H, W] in [0, 1], to show in the trace."""
         settings = next(iter(self.settings.values())).to_dict() if self.settings else {}
         trace = Trace([], settings, family="forecast", unit="modules")
         for _, group in groupby(self.calls, lambda call: call.step):
@@ -163,7 +163,7 @@ class Report:
 
 
 def read_clock(inputs: list[Any]) -> Any:
-    """Return the time in seconds, or for inputs on a GPU an event, which does not wait for the GPU."""
+    """Return the time in seconds. If an input is on a GPU, record and return an event instead, without waiting."""
     if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in inputs):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""`accelerate` and `Session`: attach a sampler of the forecast family to a diffusers pipeline, report, and detach."""
+"""Attachment of a sampler of the forecast family to a diffusers pipeline (`accelerate`, `Session`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paradec.integrations.diffusers.hooks.transformer import Transformer
 from paradec.samplers.forecast.forecast import FeatureForecast
 from paradec.samplers.forecast.methods import sampler_from
 
-TRANSFORMERS = ("transformer", "transformer_2", "unet")  # components of a pipeline that denoise
+TRANSFORMERS = ("transformer", "transformer_2", "unet")  # the components of a pipeline that denoise, if it has them
 
 
 class Session(PipelineSession):
-    """Sampler attached to a pipeline by `accelerate`. A context manager that detaches at its end."""
+    """Sampler on a pipeline, from `paradec.accelerate`. A context manager that detaches at its end."""
 
     def __init__(self, pipe: Any, method: FeatureForecast):
         sampler = method.to_forecast()
@@ -40,7 +40,7 @@ class Session(PipelineSession):
             self.clock.observe(observed)
 
     def _attach(self) -> None:
-        """Attach to the transformers, if they were replaced since the last run."""
+        """Attach to the transformers, unless the session is attached to them already."""
         components = find_transformers(self.pipe)
         if list(components.values()) != [transformer.module for transformer in self.transformers]:
             for transformer in self.transformers:
@@ -68,7 +68,7 @@ class Session(PipelineSession):
         )
 
     def reset(self) -> None:
-        """End the run and free its histories, after a custom loop was interrupted."""
+        """End the run and free its histories. Needed if a custom loop was interrupted."""
         self.clock.end()
 
     def detach(self) -> None:
@@ -81,25 +81,25 @@ class Session(PipelineSession):
 
 
 def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prior: Any = None, **settings: Any) -> Any:
-    """Attach a sampler of the forecast family, ReCAP, a cache, or a sampler of codes to a diffusers pipeline, in place.
+    """Attach a sampler or a cache to a diffusers pipeline, in place. Returns a session with `report` and `detach`.
 
     >>> session = paradec.accelerate(pipe, "taylorseer", interval=5, order=1)    # doctest: +SKIP
     >>> pipe("a tiger"); print(session.report()); session.detach()               # doctest: +SKIP
 
     Args:
-        pipe: a diffusers pipeline with a `transformer` (`transformer_2`, `unet`), or a transformer: its argument
-            `timestep` then counts the steps, and a run begins when the timestep changes direction.
+        pipe: a diffusers pipeline with a `transformer`, `transformer_2` or `unet`; or a transformer alone. Steps of a
+            transformer alone are counted by its argument `timestep`: a run begins when it changes direction.
         sampler: a method (`TaylorSeer`, the default, `TeaCache`, ...), a `Forecast`, a rule (`Forecast(when=rule)`), a
-            config of diffusers (`TaylorSeerCacheConfig(...)`), or a name: "taylorseer(interval=3)"; `ReCAP` for
-            AmusedPipeline.
-        cache: "block", for LLaDA2Pipeline (`hooks.block_cache.BlockCache`), without a sampler.
-        prior: the sampler of GlmImagePipeline's prior, or a mapping with more settings (`hooks.prior.PriorSession`);
-            with or without a `sampler` for the pipeline's DiT.
-        settings: of the named sampler.
+            config of diffusers (`TaylorSeerCacheConfig(...)`), or a name: "taylorseer(interval=3)". For AmusedPipeline,
+            `ReCAP`.
+        cache: "block" for LLaDA2Pipeline (`hooks.block_cache.BlockCache`); not together with `sampler`.
+        prior: the sampler of GlmImagePipeline's prior, or a mapping with more settings (`hooks.prior.PriorSession`).
+            `sampler` is then for the pipeline's DiT, and may be left out.
+        settings: settings of a sampler that is given by its name.
 
     Raises:
-        TypeError: `pipe` cannot be accelerated. ValueError: an unknown name or module, or a pipeline that is
-            accelerated or has a diffusers cache. The pipeline is then unchanged.
+        TypeError: `pipe` cannot be accelerated. ValueError: an unknown name or module, or a pipeline that is already
+            accelerated or has a diffusers cache. After an error the pipeline is unchanged.
     """
     if getattr(pipe, "makes", None) in MODELS:
         raise wrong_model_error("accelerate", pipe, "a diffusers pipeline, or a transformer of one")
@@ -122,7 +122,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
             session.detach()
             raise
         return session
-    find_transformers(pipe)  # raises, before the sampler is read
+    find_transformers(pipe)  # raises TypeError for an unsuitable `pipe`, before errors of the sampler
     method = sampler_from(sampler, settings)
     if isinstance(method, FeatureForecast):
         return Session(pipe, method)
@@ -146,7 +146,7 @@ def find_transformers(pipe: Any) -> dict[str, nn.Module]:
 
 
 def check_every_step(module: str, steps: list[int], num_steps: int) -> None:
-    """Raise ValueError unless `steps` are 0, 1, ..., `num_steps` - 1. num_steps: of the run before; 0: any number."""
+    """Raise ValueError unless `steps` are 0, 1, ..., `num_steps` - 1. num_steps: that of the first run; 0: unknown."""
     if not steps or steps != list(range(len(steps))):
         raise ValueError(f"run must evaluate {module} at every step of one run; it was evaluated at steps {steps}")
     if num_steps not in (0, len(steps)):

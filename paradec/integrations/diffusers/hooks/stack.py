@@ -1,9 +1,9 @@
 """Forecast of a transformer's blocks as one stack with one residual.
 
-A rule evaluates some first blocks (its probe) and some last blocks at every step. At a forecast step the blocks in
-between return their inputs; the last one adds the residual (output of the last minus input of the first). The stack is
-cut into segments, each with its own residual, where the shapes of the streams change, or where the next list of blocks
-gets other tensors than the last block returned.
+A rule may evaluate some first blocks (its probe) and some last blocks at every step. At a forecast step the blocks in
+between return their inputs, and the last of them also adds the residual (its output minus the input of the first).
+The blocks are divided into segments with separate residuals where the shapes of the streams change, and between two
+lists of blocks if other code changes the streams there.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from paradec.samplers.forecast.bases import History
 from paradec.samplers.forecast.refresh import Probe, Rule, RunProgress
 
 Build = Callable[[dict[str, Tensor]], Any]
-"""Builds a block's output from streams by name; values that are no stream come from the evaluated output."""
+"""Function that builds a block's output from streams by name. Its other values are those of the evaluated output."""
 
 
 @dataclass(eq=False)
 class StackHistory:
-    """History of the stack in one branch. Positions count the calls of blocks."""
+    """History of the stack in one branch. A position is the number of a block's call in a call of the transformer."""
 
     rule_progress: RunProgress = field(default_factory=RunProgress)
-    blocks: dict[int, tuple[Place, Build]] = field(default_factory=dict)  # of the latest evaluation
-    ends: dict[int, int] = field(default_factory=dict)  # the last position of each segment, by its first position
-    histories: dict[int, dict[str, History]] = field(default_factory=dict)  # residuals by segment's end and stream
+    blocks: dict[int, tuple[Place, Build]] = field(default_factory=dict)  # by position, of the latest evaluation
+    ends: dict[int, int] = field(default_factory=dict)  # by first position of a segment, its last position
+    histories: dict[int, dict[str, History]] = field(default_factory=dict)  # by last position and stream: residuals
 
     def count_bytes(self, slots: int = 0) -> int:
         histories = [history for streams in self.histories.values() for history in streams.values()]
@@ -44,21 +44,21 @@ class StackCall:
     """State of one call of the transformer."""
 
     history: StackHistory
-    entry: dict[str, Tensor]
+    entry: dict[str, Tensor]  # input of the first block
     position: int = -1
-    probe: Tensor | None = None
+    probe: Tensor | None = None  # output of the probe's last block, denoised stream
     full: bool | None = None  # whether the blocks after the probe are evaluated; None before the decision
     step: float = 0.0
     start: dict[str, Tensor] = field(default_factory=dict)  # input of the open segment
-    begin: int = -1  # positions of the open segment's first and latest blocks; -1 without one
-    end: int = -1
-    place: Place | None = None  # the latest evaluated block, and its output
-    returned: dict[str, Tensor] = field(default_factory=dict)
-    residual: Tensor | None = None  # of the denoised stream, in the latest evaluated segment
+    begin: int = -1  # position of the open segment's first block; -1 if no segment is open
+    end: int = -1  # position of its latest (evaluated) or last (forecast) block
+    place: Place | None = None  # the latest evaluated block
+    returned: dict[str, Tensor] = field(default_factory=dict)  # the output of this block
+    residual: Tensor | None = None  # residual of the denoised stream in the latest evaluated segment
 
 
 class Stack:
-    """Hooks on all blocks of a `Transformer` (owner). Raises ValueError for a rule that always evaluates all blocks."""
+    """Hooks on all blocks of a `Transformer` (owner). Raises ValueError if the rule leaves no block to forecast."""
 
     def __init__(self, owner: Any, rule: Rule, places: list[Place], modules: dict[str, nn.Module]):
         self.owner = owner
@@ -143,9 +143,9 @@ class Stack:
         return full
 
     def _segment_input(self, call: StackCall, streams: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the input of a segment's first block, or of the probe if a forecast replaces the probe too."""
+        """Return the input of a segment's first block; that of the probe if the segment begins with the probe."""
         includes_probe = self.rule is not None and self.rule.replaces_probe and call.position == self.first
-        # only if the probe keeps the shapes
+        # a residual needs equal shapes before and after the probe
         return call.entry if includes_probe and _shapes(call.entry) == _shapes(streams) else _copy(streams)
 
     def _split(self, module: nn.Module, streams: dict[str, Tensor], output: Any) -> tuple[Build, dict[str, Tensor]]:
@@ -156,7 +156,7 @@ class Stack:
             if name is None and isinstance(leaf, Tensor):
                 alternative = "use where='block' or 'module'" if self.rule is None else "use a rule that counts steps"
                 raise RuntimeError(
-                    f"{type(module).__name__} returns a tensor of shape {tuple(leaf.shape)} that continues none of its "
+                    f"{type(module).__name__} returns a tensor of shape {tuple(leaf.shape)} that updates none of its "
                     f"inputs, so its blocks are not a stack; {alternative}"
                 )
         constants = [leaf if name is None else None for name, leaf in zip(names, leaves, strict=True)]
@@ -214,7 +214,7 @@ class Stack:
 
 
 def _continues_segment(call: StackCall, place: Place, streams: dict[str, Tensor]) -> bool:
-    """Whether a block continues the segment: shapes are equal, and the first block of a list gets its tensors."""
+    """Whether a block belongs to the open segment: equal shapes; the first block of a list gets the latest output."""
     if _shapes(streams) != _shapes(call.start):
         return False
     assert call.place is not None

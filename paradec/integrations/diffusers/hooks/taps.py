@@ -19,18 +19,18 @@ from paradec.samplers.forecast.refresh import relative_error
 
 @dataclass
 class ModuleHistory:
-    """History of a module's flattened output, in one branch."""
+    """History of a module's output in one branch. The output is flattened by `tree_flatten`."""
 
-    leaves: list[Any]  # of the output; None where there is a history
-    histories: list[History | None]
-    spec: Any
+    leaves: list[Any]  # leaves of the latest output; None for a leaf that has a history
+    histories: list[History | None]  # one for each leaf
+    spec: Any  # of `tree_unflatten`
 
     def count_bytes(self, slots: int = 0) -> int:
         return sum(history.count_bytes(slots) for history in self.histories if history is not None)
 
 
 class Tap:
-    """Hook on one module of a `Transformer` (owner). is_verified: measure the error at each forecast step."""
+    """Hook on one module of a `Transformer` (owner). is_verified: whether to measure the error of its forecasts."""
 
     def __init__(self, owner: Any, place: Place, module: nn.Module, is_verified: bool = False):
         self.owner, self.place, self.module, self.is_verified = owner, place, module, is_verified
@@ -90,7 +90,7 @@ class Tap:
         return ModuleHistory(leaves, histories, spec)
 
     def _residual_starts(self, values: list[Any], args: tuple, kwargs: dict[str, Any]) -> list[Tensor | None]:
-        """Return the input that each output adds a residual to, or None."""
+        """Return for each output the input to which the module adds a residual; None if it adds none."""
         if self.place.kind != "residual":
             return [None] * len(values)
         tensors = [value.tensors[0] if isinstance(value, History) else value for value in values]
@@ -101,7 +101,7 @@ class Tap:
         return [streams[name] if name else None for name in match_outputs(self.module, streams, shapes)]
 
     def _make_placeholder(self, leaf: Any) -> Any:
-        """Make a placeholder output of a skipped module: with width 0 if `place.narrow`, else NaN."""
+        """Build the placeholder for an output of a skipped module: with width 0 if `place.narrow`, else full of NaN."""
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         if self.place.narrow:

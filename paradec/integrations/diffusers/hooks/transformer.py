@@ -1,4 +1,4 @@
-"""One transformer of a session: the hooks on its modules, and the state of its run."""
+"""A session's hooks on the modules of one transformer, and the state of the transformer's run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from paradec.samplers.forecast.step_schedule import BlockSchedule
 from paradec.samplers.forecast.targets import PLACES, Modules
 
 logger = logging.getLogger("paradec")
-WATCH = "paradec_watch"  # name of additional hooks, on modules that may have a forecast hook too
+WATCH = "paradec_watch"  # name of hooks that read inputs; their modules may also have a forecast hook
 
 
 class _InputReached(Exception):
-    """Carries the watched tensor out of a block's forward."""
+    """Leaves a block's forward early; its argument is the watched tensor."""
 
 
 @dataclass(eq=False)
@@ -47,39 +47,39 @@ class RunState:
     """The state of one transformer in one run."""
 
     run_progress: RunProgress
-    decision: bool | None = None  # whether this step evaluates; None before its first module is called
-    watched_input: Tensor | None = None
-    branches: dict[str, dict[str, ModuleHistory | StackHistory]] = field(default_factory=dict)
-    signatures: dict[str, list[Any]] = field(default_factory=dict)
-    num_calls: dict[str | None, int] = field(default_factory=dict)  # calls in this step by `cache_context`
+    decision: bool | None = None  # whether modules are evaluated at this step; None before the first module is called
+    watched_input: Tensor | None = None  # the tensor whose changes the rule measures, at the previous step
+    branches: dict[str, dict[str, ModuleHistory | StackHistory]] = field(default_factory=dict)  # by branch and module
+    signatures: dict[str, list[Any]] = field(default_factory=dict)  # by branch, `_signature` of the arguments
+    last_calls: dict[str | None, int] = field(default_factory=dict)  # by `cache_context`, index of its latest call
     records: list[CallRecord] = field(default_factory=list)
-    levels: Sequence[float] = ()
-    is_deciding: bool = False  # whether the current call decided for its step
-    changes: list[float] = field(default_factory=list)  # as in `Report`
+    levels: Sequence[float] = ()  # noise levels of the steps, if the rule uses them
+    is_deciding: bool = False  # whether the current call made the decision of its step
+    changes: list[float] = field(default_factory=list)  # see `Report.changes`
     exceeds_memory: bool = False  # whether this call's histories exceed `max_memory`
 
     def advance_to_step(self, index: int) -> None:
-        """Begin a call at this solver step; the first call of a step ends the step before."""
+        """Begin a call at this solver step. The first call of a step also ends the previous step."""
         if self.decision is not None:
             if self.run_progress.index == index:
                 return
             self.run_progress.finish_step(self.decision)
         self.run_progress.index = index
-        self.decision, self.num_calls = None, {}
+        self.decision, self.last_calls = None, {}
 
     def forget(self) -> None:
         self.branches, self.signatures, self.watched_input, self.run_progress.memory = {}, {}, None, {}
 
     def count_bytes(self, slots: int = 0) -> int:
-        """Count the bytes of all histories, as if each had `slots` tensors if that is not 0."""
+        """Count the bytes of all histories. slots: if not 0, count this number of tensors for each history."""
         return sum(history.count_bytes(slots) for branch in self.branches.values() for history in branch.values())
 
 
 class Transformer:
     """One transformer of a session, with its hooks.
 
-    Raises ValueError, without changing the module, if it is accelerated already, has a diffusers cache, is compiled as
-    a whole (unless `where` is "output"), or lacks a module that the settings name.
+    Raises ValueError if the module is accelerated already, has a diffusers cache, lacks a module in the settings, or is
+    compiled as a whole and `where` is not "output". The module is then unchanged.
     """
 
     def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock):
@@ -87,17 +87,17 @@ class Transformer:
         self.base = getattr(module, "_orig_mod", module)
         self.notes: dict[str, str] = {}
         self.logged: set[str] = set()
-        self.is_inside = False  # whether a call in a run is in progress; otherwise hooks do nothing
+        self.is_inside = False  # whether a call that belongs to a run is in progress; if not, hooks do nothing
         self.run_progress = RunProgress()
         self.state = RunState(self.run_progress)
-        self.latent: Tensor | None = None  # of the current call
+        self.latent: Tensor | None = None  # the latent of the current call
         self.level = 0.0  # the noise level of the current step
-        self.histories: dict[str, Any] = {}  # of the current branch
-        self.evaluated: list[str] = []
-        self.forecast: list[str] = []
-        self.call_counts: dict[str, int] = {}
+        self.histories: dict[str, Any] = {}  # the current branch's histories, by module
+        self.evaluated: list[str] = []  # modules that the current call has evaluated
+        self.forecast: list[str] = []  # modules that the current call has forecast or skipped
+        self.last_calls: dict[str, int] = {}  # by module, index of its latest call in the current call
         self.hooks: list[Hook] = []
-        self.compiled: list[tuple[nn.Module, Any]] = []  # run eagerly while modules inside them are hooked
+        self.compiled: list[tuple[nn.Module, Any]] = []  # compiled modules that run eagerly, and their compiled calls
         self._check()
         try:
             self._hook_modules()
@@ -105,7 +105,7 @@ class Transformer:
             self._unhook_modules()
             raise
         self.root = Hook(module, self.call, on_reset=clock.end)
-        self.detach = self.remove  # the session replaces it by its own
+        self.detach = self.remove  # `Session` replaces it by `Session.detach`
         self.base._paradec_session = self
 
     def _check_no_cache(self) -> None:
@@ -173,7 +173,7 @@ class Transformer:
         self.coverage = sum(covered.values()) / max(total, 1)
 
     def _watch(self, watch: str | None, modules: dict[str, nn.Module]) -> None:
-        """Add the hook or module needed to watch a tensor other than the input of the first hooked module."""
+        """Prepare `_read_watched` for a tensor that is not the input of the first hooked module."""
         if watch == "hidden" and self.settings.where == "module":
             place = find_places(self.base, "block", True)[0]
             self.hooks.append(Hook(modules[place.name], partial(self._decide_before, place), WATCH))
@@ -186,7 +186,7 @@ class Transformer:
         return forward(*args, **kwargs)
 
     def _run_eagerly(self, places: list[Place], modules: dict[str, nn.Module]) -> None:
-        """Run the parents of hooked modules without their compiled graphs, which would contain the hooks."""
+        """Disable the compiled graphs of modules that contain hooked modules: the graphs would not call the hooks."""
         inside = [place for place in places if place.kind not in ("residual", "stack", "output")]
         parents = {place.name[:i] for place in inside for i, letter in enumerate(place.name) if letter == "."}
         self.parents = [modules[name] for name in sorted(parents)]
@@ -224,7 +224,7 @@ class Transformer:
             arguments = bind_arguments(self.base, args, kwargs)
             timestep = next((arguments[name] for name in ("timestep", "timesteps", "t") if name in arguments), None)
             run = clock.locate_call(timestep, self.root.context)
-            # check that the session was not detached while waiting for the lock
+            # the session may have been detached while this call waited for the lock
             if run is not None and vars(self.base).get("_paradec_session") is self:
                 return self._call_in_run(run, forward, args, kwargs)
         return forward(*args, **kwargs)
@@ -250,7 +250,7 @@ class Transformer:
             self.latent = unpack_latent(self.clock.pipe, order_axes(self.base, self.latent), kwargs)
         self.level = state.levels[run.index] if run.index < len(state.levels) else 0.0
         state.is_deciding = False
-        self.evaluated, self.forecast, self.call_counts = [], [], {}
+        self.evaluated, self.forecast, self.last_calls = [], [], {}
         start, self.is_inside = read_clock(leaves), True
         try:
             if self.settings.where == "output":
@@ -259,7 +259,7 @@ class Transformer:
                 output = forward(*args, **kwargs)
             rule, latent = self.settings.rule, state.watched_input
             if isinstance(rule, StepRule) and rule.from_input and state.is_deciding and self.evaluated:
-                assert latent is not None  # such a rule measures
+                assert latent is not None  # rules with `from_input` watch the latent
                 returned = find_latent((output,), {})
                 if type(self.base).__name__ in ONE_TENSOR_TRANSFORMERS:  # text rows come first
                     returned = returned[:, -latent.shape[1] :]
@@ -298,17 +298,17 @@ class Transformer:
         return run.states[self.name]
 
     def _find_branch(self, leaves: list[Any]) -> str:
-        """Return the name of the branch. Each call of a step is a branch; changed shapes begin new histories."""
+        """Return the name of the branch: each call of a step is one. If shapes have changed, clear its histories."""
         state, context = self.state, self.root.context
-        count = state.num_calls[context] = state.num_calls.get(context, -1) + 1
-        branch = f"{context or 'call'} {count}"
+        call_index = state.last_calls[context] = state.last_calls.get(context, -1) + 1
+        branch = f"{context or 'call'} {call_index}"
         signature = [_signature(leaf) for leaf in leaves]
         if state.signatures.get(branch) != signature:
             state.signatures[branch], state.branches[branch] = signature, {}
         return branch
 
     def check_memory(self, histories: Any) -> Any:
-        """Return new histories, as meta tensors if they exceed `max_memory`; the transformer's call then raises."""
+        """Return new histories. If they exceed `max_memory`, return meta tensors, and `call` raises at its end."""
         limit: Any = self.settings.max_memory
         if limit is None or self.state.count_bytes(self.basis.slots) <= limit:
             return histories
@@ -328,13 +328,13 @@ class Transformer:
         )
 
     def call_suffix(self, name: str) -> str:
-        """Count a module's calls in this call of the transformer; return a suffix for its name: "" for the first."""
-        count = self.call_counts[name] = self.call_counts.get(name, -1) + 1
-        return f"#{count}" if count else ""
+        """Return a suffix that distinguishes a module's calls in one call of the transformer: "", "#1", "#2", ..."""
+        call_index = self.last_calls[name] = self.last_calls.get(name, -1) + 1
+        return f"#{call_index}" if call_index else ""
 
     def decide(self, place: Place, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a module is evaluated in this call. The first module called in a step decides for all modules and
-        branches; a `BlockSchedule` decides for each module."""
+        """Decide whether a module is evaluated in this call. The first module called in a step decides for all modules
+        and branches; a `BlockSchedule` decides for each module separately."""
         state = self.state
         if self.schedule is not None:
             state.decision = True
@@ -347,7 +347,7 @@ class Transformer:
                     rule.observe_change(progress, state.watched_input, watched)
                 else:
                     progress.memory = {}
-                state.watched_input = watched.detach().clone()  # the next modules may write into it
+                state.watched_input = watched.detach().clone()  # later modules may write into the tensor
                 is_compared = progress.change and hasattr(rule, "threshold")
                 if is_compared and not replace(rule, threshold=1e300).is_full(progress):  # type: ignore[call-arg]
                     state.changes.append(progress.change)
@@ -395,7 +395,7 @@ def read_guidance(pipe: Any) -> float | None:
 
 
 def _signature(leaf: Any) -> Any:
-    """Return the part of an argument whose change starts new histories: shapes, dtypes and switches."""
+    """Return the part of an argument whose change clears the histories: shape and dtype, or a switch's value."""
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, (bool, str)) or leaf is None else type(leaf)
@@ -423,8 +423,7 @@ def read_modulated_input(
 def unpack_latent(pipe: Any, latent: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Return a transformer's latent as [B, C, (frames,) rows, columns].
 
-    Cells [B, cells, C] (FLUX, Qwen-Image) are unpacked by the pipeline. Raises ValueError if their positions are
-    unknown.
+    The pipeline unpacks cells [B, cells, C] (FLUX, Qwen-Image). Raises ValueError if the cells' positions are unknown.
     """
     if latent.ndim != 3:
         return latent
@@ -433,7 +432,7 @@ def unpack_latent(pipe: Any, latent: Tensor, kwargs: dict[str, Any]) -> Tensor:
     if unpack_latents is not None and scale is not None and rows * columns == latent.shape[1]:
         try:
             picture: Tensor = unpack_latents(latent, rows * 2 * scale, columns * 2 * scale, scale)
-        except TypeError:  # other parameters
+        except TypeError:  # this pipeline's `_unpack_latents` has other parameters
             picture = latent
         except RuntimeError:  # cells without 2 x 2 packing (Qwen-Image 2.1)
             return latent.transpose(1, 2).unflatten(2, (rows, columns))
