@@ -1,4 +1,4 @@
-"""Recovery and forwards of masked samplers on antibody sequences of which 90 % is masked.
+"""Share of masked residues that masked samplers recover in antibody sequences, and the forwards that they need.
 
     python benchmarks/antibody.py [--seeds 5] [--skip PAIRS] [--limit PAIRS] [--draw]
 
@@ -9,17 +9,17 @@ defaults and with its `sweep` settings. Measured are the share of masked residue
 
 The baseline is the threshold rule at 0.9. An encoder has no end token and every sequence keeps its length, so no method
 gains or loses by stopping early. Left out are `adablock`, whose blocks end at delimiters, and `maskgit` and similar
-samplers, which are made for random draws. To save time, one residue per step, the default of rules with a fixed
-schedule, is only measured for `low_confidence`, and a configuration with fewer than three residues per forward for the
-first seed is only measured for that seed; results have the number of fillings.
+samplers, which are made for random draws. To save time, some measurements are reduced:
 
-Every configuration fills the same sequences with the same masks, and is compared with the baseline on the fillings that
-both have done. Intervals are percentile bootstraps over sequences (95 %; a sequence's value is the mean over its
-seeds); "versus baseline" is the interval of the paired difference.
+- One residue per step, the default of rules with a fixed schedule, is only measured for `low_confidence`.
+- A configuration that fills fewer than three residues per forward with the first seed gets no other seeds.
 
-A unit of work is four heavy or four light chains with one seed, filled by all configurations. `--draw` draws
-docs/figures/antibody.svg from the existing results. Canvases that were evaluated before, by any sampler, are cached;
-their forwards count all the same, and no times are reported.
+A filling is one sequence with one seed's masks; results have the number of fillings. Every configuration is compared
+with the baseline on the same fillings. Intervals are percentile bootstraps over sequences (95 %; a sequence's value is
+the mean over its seeds); "versus baseline" is the paired difference.
+
+`--draw` draws docs/figures/antibody.svg from the existing results. Logits of a canvas are cached and reused for all
+samplers; the forwards count all the same, and no times are reported.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DATA = ROOT / "benchmarks" / "data" / "antibodies.fasta"
 SHARE = 0.9
 """Share of masked residues."""
 UNIT = 4
-"""Number of sequences filled together."""
+"""Number of sequences in a batch."""
 LEFT_OUT = ("adablock", "maskgit", "halton", "recap", "lpd")
 SLOW = 3
 """Residues per forward; slower configurations are measured with one seed only."""
@@ -76,7 +76,7 @@ class Chain:
         return f"{self.antibody} {self.kind}"
 
     def masked(self, seed: int) -> np.ndarray:
-        """Draw the masked residues: sorted indices of 90 %, without replacement."""
+        """Draw the masked residues: sorted indices of 90 % of the chain, without replacement."""
         draw = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
         count = round(SHARE * len(self.residues))
         return np.sort(draw.choice(len(self.residues), count, replace=False))
@@ -86,7 +86,7 @@ def read_chains(file: Path = DATA) -> list[Chain]:
     """Read the chains of a FASTA file with headers `>antibody kind source`.
 
     Raises:
-        ValueError: a malformed record.
+        ValueError: a header has another form.
     """
     chains = []
     for record in file.read_text(encoding="utf-8").split(">")[1:]:
@@ -99,8 +99,8 @@ def read_chains(file: Path = DATA) -> list[Chain]:
 
 
 def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Question], list[int]]:
-    """Build questions from the chains, with the masks of seed 0 and the right tokens, for `paradec tune`.
-    Also returns the ids that no chain has."""
+    """Build questions for `paradec tune` from the chains, with the masks of seed 0 and the right tokens.
+    Also return the ids of special tokens, which no chain contains."""
     questions = []
     for chain in chains:
         row, _, truth = masked_row(model, chain, 0)
@@ -109,7 +109,7 @@ def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Question], list
 
 
 def masked_row(model: Any, chain: Chain, seed: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Mask a chain. Returns its ids with masks, the positions of the masks, and the right ids there."""
+    """Mask a chain. Returns its ids with masks, the masked positions, and the right ids at those positions."""
     row = np.array(model.tokenizer(" ".join(chain.residues))["input_ids"])  # [CLS] residues [SEP]
     places = chain.masked(seed) + 1
     truth = row[places]
@@ -118,12 +118,12 @@ def masked_row(model: Any, chain: Chain, seed: int) -> tuple[list[int], np.ndarr
 
 
 def special_ids(model: Any) -> list[int]:
-    """List the ids of special tokens, which no chain has."""
+    """List the ids of special tokens other than the mask; no chain contains them."""
     return [i for i in model.tokenizer.all_special_ids if i != model.facts.mask_token_id]
 
 
 class Remembering:
-    """Model with cached canvases, drafts included, in place of a `Model` without a store."""
+    """Stand-in for a `Model` without a store that evaluates each canvas once and caches its logits."""
 
     def __init__(self, model: Model):
         self.model = model
@@ -133,7 +133,7 @@ class Remembering:
         return getattr(self.model, name)
 
     def __call__(self, query: Query) -> Tensor:
-        if query.visible is not None:  # blocks of mask probes
+        if query.visible is not None:  # queries with mask probes are not cached
             return self.model(query)
         width = query.tokens.shape[1]
         sizes = [width] * len(query.tokens) if query.valid is None else query.valid.sum(1).tolist()
@@ -180,19 +180,19 @@ class Benchmark:
     """The baseline first."""
 
     def slow(self, record: Record) -> bool:
-        """Whether a configuration fills too few residues per forward to be measured with more than one seed."""
+        """Whether a configuration fills fewer than `SLOW` residues per forward, so that it gets no more seeds."""
         forwards = sum(count for _, count in record.done.values())
         return sum(self.masked[filling] for filling in record.done) < SLOW * forwards
 
     def recovery(self, record: Record, fillings: list[Filling]) -> np.ndarray:
-        """[chains] float64: share of recovered residues, the mean over a chain's fillings."""
+        """Compute each chain's share of recovered residues, the mean over its fillings: [chains] float64."""
         shares: dict[str, list[float]] = {}
         for filling in fillings:
             shares.setdefault(filling[0], []).append(record.done[filling][0] / self.masked[filling])
         return np.array([np.mean(values) for values in shares.values()])
 
     def summary(self, record: Record, kind: str) -> dict[str, Any]:
-        """Build a row of the result, for one kind of chain or ("") for both, with shares in per cent."""
+        """Build a row of the result, with shares in per cent, for chains of one kind; "" is both kinds."""
         fillings = [filling for filling in record.done if filling[0].endswith(kind)]
         ours, base = self.recovery(record, fillings), self.recovery(self.records[0], fillings)
         forwards = float(np.mean([record.done[filling][1] for filling in fillings]))
@@ -209,7 +209,7 @@ class Benchmark:
         }
 
     def result(self) -> dict[str, Any]:
-        """Build the published result: a row for each configuration, for all chains and for each kind, and AUPs."""
+        """Build the published result: AUPs, and a row for each configuration over all chains, "VH" and "VL"."""
         rows, heavy, light = ([self.summary(record, kind) for record in self.records] for kind in ("", "VH", "VL"))
         shown = ("sampler", "recovery", "interval", "forwards")
         kinds = {
@@ -219,8 +219,8 @@ class Benchmark:
 
 
 def areas(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Compute the area under each sampler's curve of recovery over residues per forward, for samplers with as many
-    settings as most (reason: see `paradec.tools.evaluation.Comparison.aup`)."""
+    """Compute the area under each sampler's curve of recovery over residues per forward, for samplers with the most
+    common number of settings (reason: see `paradec.tools.evaluation.Comparison.aup`)."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         curves.setdefault(row["sampler"], []).append((row["tokens_per_forward"], row["recovery"]))
@@ -231,7 +231,7 @@ def areas(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def plot(result: dict[str, Any]) -> None:
-    """Plot recovery over forwards, with a panel for each kind of chain."""
+    """Plot recovery over forwards in docs/figures/antibody.svg, with a panel for each kind of chain."""
     from paradec.tools.evaluation.plot import Panel, draw
 
     panels = []
@@ -244,7 +244,7 @@ def plot(result: dict[str, Any]) -> None:
 
 
 def fill(model: Any, configuration: Configuration, chains: list[Chain], seed: int) -> tuple[list[int], list[int]]:
-    """Fill masked chains with one configuration; return recovered residues and forwards of each chain."""
+    """Fill masked chains with one configuration; return each chain's number of recovered residues and of forwards."""
     masked_rows, holes, truth = zip(*(masked_row(model, chain, seed) for chain in chains), strict=True)
     output = paradec.generate(
         model,
@@ -265,8 +265,8 @@ def fill(model: Any, configuration: Configuration, chains: list[Chain], seed: in
 def fitting(
     model: Any, prompt: Any, every: Iterable[Configuration], left_out: Sequence[str], sequential: Sequence[str]
 ) -> list[Configuration]:
-    """Select the configurations of samplers that work on a model; the reason is printed for the others (`learn2pd`
-    without a filter). Defaults with one token per step are selected for the `sequential` samplers only."""
+    """Select the configurations of samplers that work on a model. If one does not (`learn2pd` without a filter), the
+    reason is printed. Defaults with one token per step are selected for the samplers in `sequential` only."""
     fitting_configurations = []
     for configuration in every:
         method = configuration.make()
@@ -284,7 +284,7 @@ def fitting(
 
 
 def units(chains: list[Chain], seeds: int) -> Iterable[tuple[int, list[Chain]]]:
-    """Yield the units of work in order: all sequences with one seed, then the next seed; heavy and light in turns."""
+    """Yield (seed, `UNIT` chains of one kind): all chains with one seed, then the next; heavy and light alternate."""
     for seed in range(seeds):
         groups = []
         for kind in ("VH", "VL"):

@@ -2,8 +2,8 @@
 
 Ruffolo, Gray and Sulam, "Deciphering antibody affinity maturation with language models and weakly supervised learning",
 arXiv 2112.07782. The wheel (MIT licence) contains 26M parameters, trained on 558M natural antibody sequences, and code
-for an older transformers. Only its data files are read here: no code of the package is imported, and the weights are
-unpickled as tensors only.
+for an older transformers. This file reads only the wheel's data files: none of its code is imported, and unpickling
+is restricted to tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def load_antiberty() -> Model:
 
     The vocabulary has 25 tokens: [PAD], [UNK], [CLS], [SEP], [MASK] and the 20 amino acids. The model was trained on
     `[CLS] residues [SEP]`, one token per residue, as `model.tokenizer("E V Q L")["input_ids"]` returns. It has up to
-    512 positions, predicts in place and has no end token (users choose lengths).
+    512 positions, logits i predict token i, and there is no end token: the user chooses the length.
 
     Raises:
         ModuleNotFoundError: the package is not installed; the message says how to install it.

@@ -5,21 +5,21 @@
     python benchmarks/caches.py prefix
 
 `speed`: one thread, one run, a random model of hidden size 512 with 8 layers. For every shape each cache decodes the
-same prompts with the same sampler (`random`, which works with every cache and commits a fixed number of tokens per
-step). Runs without a cache come first and last, and their mean counts. Seconds are the process's CPU time, on which
-other processes have less influence than on wall time. "bookkeeping" is the plan, the query built from it, and the
-store's records, writes and gathers, as a share of the model time that the cache saves. Writes
+same prompts with the sampler `random`, which works with every cache and commits a fixed number of tokens per step.
+The baseline is the mean of a run without a cache before the others and one after them. Seconds are CPU time, which
+other processes influence less than wall time. "bookkeeping" is the time for the cache's plan, the query built from it,
+and the store's writes and gathers, as a share of the model time that the cache saves. Writes
 benchmarks/results/caches.json.
 
 `accuracy`: right answers on the packaged prompts with the packaged model, and positions evaluated per answer. Writes
 benchmarks/results/caches_accuracy.json.
 
-`prefix`: the same model with a block-causal mask and the cache `block`, one thread. Eight rows with a common prefix,
-with and without `share_prefix`; three turns of a chat, with and without the prefix of the turn before. CPU seconds as
-above, for whole requests: without, with, and again without reuse (mean of both). Writes
+`prefix`: the model of `speed` with a block-causal mask and the cache `block`, one thread. Eight rows with a common
+prefix, with and without `share_prefix`; three turns of a chat, with and without the prefix stored by the turn before.
+CPU seconds of whole requests: each runs without reuse, with it, and again without (the mean of the two). Writes
 benchmarks/results/caches_prefix.json.
 
-Encoders (AntiBERTy) are not measured: they have no store, and every cache except `none` is refused for them.
+Encoders (AntiBERTy) are not measured: they have no store, and only the cache `none` works with them.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ VARIANTS = (
     ("dkv_decode", {"refresh_interval": 2}),
     ("dkv_greedy", {"window": 6}),
 )
-"""Caches with settings that `accuracy` measures besides the defaults."""
+"""(Cache, settings) that `accuracy` measures in addition to every cache with its defaults."""
 VOCAB = 1000
 
 
 def random_model(block_length: int | None = None, **sizes: int) -> Model:
-    """Build a random Llama of hidden size 512, 8 layers, 8 heads of 64; block-causal with a block length."""
+    """Build a random Llama of hidden size 512, 8 layers, 8 heads of 64. `sizes` override these. With a block length the
+    model is block-causal, otherwise bidirectional."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -92,7 +93,7 @@ class Clock:
 
 
 def decode(model: Model, cache: str, prompts: list[list[int]], shape: dict[str, int]) -> dict[str, Any]:
-    """Decode once; measure seconds in total, in the model's calls, and in the cache's bookkeeping."""
+    """Decode once; measure CPU seconds in total, in the model's calls, and in the cache's bookkeeping."""
     sampler = paradec.samplers.create("random")
     state = sampler.start(
         model,
@@ -128,6 +129,7 @@ def decode(model: Model, cache: str, prompts: list[list[int]], shape: dict[str, 
 
 
 def speed() -> None:
+    """Measure CPU time and positions evaluated with every cache, for every shape."""
     torch.set_num_threads(1)
     model = random_model()
     sampler = paradec.samplers.create("random")
@@ -211,7 +213,8 @@ def prefix() -> None:
 
 
 def answer_packaged(model: Model, examples: list[Example], **request: Any) -> tuple[float, float, float]:
-    """Answer the packaged prompts, 16 together; return the share of right answers, positions and forwards each."""
+    """Answer packaged prompts in batches of 16; return the share of right answers, and positions and forwards per
+    answer."""
     right = positions = forwards = 0
     for begin in range(0, len(examples), 16):
         batch = examples[begin : begin + 16]
@@ -222,7 +225,7 @@ def answer_packaged(model: Model, examples: list[Example], **request: Any) -> tu
 
 
 def accuracy(limit: int) -> None:
-    """Measure accuracy with one and several tokens per step and every cache, in blocks of 16."""
+    """Measure accuracy with every cache and three samplers, in blocks of 16."""
     torch.set_num_threads(1)
     model = paradec.load()
     rules = {name: paradec.samplers.create(name) for name in ("low_confidence", "threshold", "random")}

@@ -1,16 +1,16 @@
-"""Canvases of noise decoded row by row, compared with transformers' `generate`, whose rows run in lock step.
+"""DiffusionGemma's canvases with rows that advance independently, compared with transformers' lock step of all rows.
 
     python benchmarks/canvases.py [--part schedule|memory|all] [--turns 5]
 
-schedule: eight prompts of different lengths, four canvases each, four seeds, on a small random DiffusionGemma. Measured
-are the rows that the decoder evaluates, the calls of decoder and encoder, for several `encode_wait`, and wall and CPU
-time of both libraries in alternating turns. Three entropy bounds make canvases stable early, at half of their steps, or
-hardly ever; with and without end tokens. Calls and rows of both are counted by hooks on the module's encoder and
-decoder. "same paths" is the cost of lock step for the canvases of paradec's run, with the same random numbers.
+schedule: eight prompts of different lengths, four canvases each, four seeds, on a small random DiffusionGemma, with and
+without end tokens. Three entropy bounds make canvases stable early, at half of their steps, or hardly ever. Measured
+are the rows that the decoder evaluates and the calls of decoder and encoder, for several values of `encode_wait`, and
+the wall and CPU time of the two libraries in alternating turns. Hooks on the module's encoder and decoder count calls
+and rows. "same paths" is what lock step would cost for the canvases of paradec's run.
 
-memory: the peak of a request above the loaded model, for one row and for two, each in a separate process.
+memory: the peak memory of a request above the loaded model, for one row and for two, each in a separate process.
 
-Prints tables and writes benchmarks/results/canvases.json, each part with its commit.
+Prints tables and writes benchmarks/results/canvases.json; each part names the commit it was measured on.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ CANVASES = 4
 SEEDS = (0, 1, 2, 3)
 WAITS = (0, 1, 2, 3, 5)
 SETTLING = {"early": (3.0, 0.2), "half": (1.0, 0.1), "late": (0.1, 0.005)}
-"""Entropy bound and confidence threshold; "late" has the checkpoint's own."""
+"""(Entropy bound, confidence threshold) by when canvases become stable; "late" has the published checkpoint's."""
 VOCABULARY, CANVAS = 262_144, 256
 PAD, ENDS = 0, [1, 2, 3]
 FIRST_TOKEN = 8
-"""Ids below are padding, end tokens and image tokens."""
+"""Smaller ids are padding, end tokens and image tokens."""
 
 
 def small_module(vocab: int = 256, canvas: int = 32, hidden: int = 64) -> Any:
@@ -185,8 +185,8 @@ class Paths:
                 self.steps.setdefault(row, []).append(self.open.pop(row))
 
     def lock_step(self, rows: int) -> np.ndarray:
-        """Compute decoder calls, rows evaluated and encoder calls of these canvases in lock step. Steps of rows that
-        have ended are unknown, and count as 0."""
+        """Compute decoder calls, rows evaluated and encoder calls if `rows` rows ran these canvases in lock step. A row
+        that has ended adds no steps to the later canvases."""
         canvases = max(map(len, self.steps.values()))
         longest = [max(row[index] for row in self.steps.values() if index < len(row)) for index in range(canvases)]
         return np.array([sum(longest), rows * sum(longest), canvases])
@@ -197,7 +197,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def timed_turns(model: Any, module: Any, settling: str, ends: list[int], turns: int) -> dict[str, Any]:
-    """Measure the ratios of transformers' wall and CPU time to paradec's, in turns that each answer every seed."""
+    """Measure transformers' CPU and wall time over paradec's; in each turn both libraries run every seed."""
     runs: tuple[Callable[[int], Any], ...] = (
         lambda seed: ours(model, module, settling, seed),
         lambda seed: theirs(module, settling, seed, ends),
@@ -215,7 +215,7 @@ def timed_turns(model: Any, module: Any, settling: str, ends: list[int], turns: 
 
 
 def schedule(turns: int) -> dict[str, Any]:
-    """Measure the counts and times of every setting."""
+    """Measure counts and times for each of `SETTLING`, with and without end tokens."""
     module = small_module()
     rows = []
     default = paradec.samplers.create("diffusion_gemma").encode_wait
@@ -273,7 +273,7 @@ def _named(counts: np.ndarray) -> dict[str, int]:
 
 
 class Peaks:
-    """Peak memory of each stage, above that before the request."""
+    """Peak memory in bytes of each stage of a request, above the memory in use before it."""
 
     def __init__(self) -> None:
         self.base = resident("VmRSS")
@@ -281,7 +281,7 @@ class Peaks:
 
     @contextmanager
     def stage(self, name: str, outside: str) -> Iterator[None]:
-        """Attribute memory inside the context to `name`, and memory before it to `outside`."""
+        """Record the peak inside the context under `name`, and the peak since the last record under `outside`."""
         self.note(outside)
         forget_peak()
         yield
@@ -293,7 +293,8 @@ class Peaks:
 
 
 def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int) -> dict[str, Any]:
-    """Measure peak bytes above the loaded model for one canvas of `rows` rows in two steps; run in a new process."""
+    """Measure the peak bytes, above the loaded model, of one canvas in `rows` rows decoded in two steps. Needs a new
+    process."""
     torch.set_num_threads(1)
     module = small_module(vocab, canvas, hidden)
     ids = torch.randint(FIRST_TOKEN, vocab, (rows, 8), generator=torch.Generator().manual_seed(0))

@@ -2,11 +2,10 @@
 
     python benchmarks/compare_heldout.py [--parts compare heldout parallel] [--batch 20]
 
-`compare` measures every setting on 12 prompts of each task; the best settings look too good there because of the
-choice. `heldout` therefore uses 12 other prompts of each task. Each sampler's setting is chosen by the results of
-`compare`: the most tokens per forward among the settings that lose at most `MAX_LOSS` right answers to the baseline. It
-and the sampler's other settings are measured. Samplers whose defaults take more than `SLOW` forwards are left out.
-`parallel` is ParallelBench's sweep, 16 prompts per task.
+`compare` measures every setting on 12 prompts of each task. A setting chosen by these results looks better than it is;
+`heldout` therefore measures again on 12 other prompts of each task. The chosen setting of a sampler has the most tokens
+per forward in `compare` among those with at most `MAX_LOSS` right answers fewer than the baseline. Samplers whose
+defaults take more than `SLOW` forwards are left out. `parallel` is ParallelBench's sweep, 16 prompts per task.
 Writes compare.json, compare_heldout.json and parallel.json in benchmarks/results, and draws docs/figures/compare.svg
 and parallel.svg.
 """
@@ -29,7 +28,7 @@ from paradec.tools.evaluation.plot import frontier
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 MAX_LOSS = 4
-"""Maximum loss of right answers, of 180."""
+"""Maximum number of right answers, of 180, that a chosen setting may lose to the baseline."""
 SLOW = 6.0
 """Maximum forwards per answer of a sampler's defaults; slower samplers are left out, to save time."""
 
@@ -58,8 +57,8 @@ def right(row: dict[str, Any]) -> int:
 
 
 def chosen(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Choose the best setting of each sampler. rows[0] is the baseline. A sampler without a good enough setting gets
-    its defaults; one with slow defaults is left out."""
+    """Choose the best setting of each sampler; rows[0] is the baseline. A sampler without a good enough setting gets
+    its defaults; samplers with slow defaults are left out."""
     changes: dict[str, dict[str, Any]] = {}
     for sampler in dict.fromkeys(row["sampler"] for row in rows):
         settings = [row for row in rows if row["sampler"] == sampler]

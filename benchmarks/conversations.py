@@ -3,16 +3,17 @@
     python benchmarks/conversations.py                        # about 10 minutes on two cores
     python benchmarks/conversations.py --conversations 8 --turns 1 --out runs/conversations.json
 
-Two models with random weights (4 layers, 128 wide, float64, so that answers can be compared): a causal one decoded by
-`sjd(window=4)`, and one in SDAR's format with blocks of 4 by `threshold` and cache="block". All conversations run at
-the same time. Each has 8 turns after one system prompt of 400 tokens; a turn has 20 tokens of the user and at most 24
-of an answer, which the next turn repeats. The prefix cache of 512 MB has room for all. Measured: positions evaluated,
-the server's CPU time, seconds of a turn.
+Two models with random weights (4 layers, 128 wide, float64, so that answers can be compared): a causal model decoded by
+`sjd(window=4)`, and a model in SDAR's format with blocks of 4, decoded by `threshold` with cache="block".
 
-Then prompts without common prefixes: CPU time with and without the prefix cache, with 128 prompts per turn to each of
-two servers alternately (`--turns`), with these models and with wider ones (8 layers, 512 wide).
+Conversations: all run at the same time. Each has 8 turns after one system prompt of 400 tokens. In a turn the user
+sends 20 tokens, and the answer has at most 24; later turns send it again. The prefix cache of 512 MB has room for all.
+Measured: positions evaluated, the server's CPU time, seconds per turn.
 
-Exits with 1 if an answer differs or is lost, or the ratio of evaluated positions is above 0.4.
+Prompts without common prefixes: CPU time with and without the prefix cache, for these models and for wider ones (8
+layers, 512 wide). In each of `--turns` rounds, two servers get the same 128 prompts, one after the other.
+
+Exits with 1 if an answer differs or is lost, or if more than 0.4 of the positions are evaluated with the prefix cache.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SERVED = {
 
 
 def make(kind: str, folder: Path, sizes: dict[str, int] = SIZES) -> Path:
-    """Write a checkpoint with random weights and the packaged tokenizer."""
+    """Write a checkpoint with random weights and the packaged tokenizer; return its folder."""
     tokenizer = paradec.load().tokenizer
     torch.manual_seed(0)
     ids: dict[str, Any] = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
@@ -75,14 +76,14 @@ def draw_text(seed: Any, count: int) -> str:
 
 
 class Load:
-    """Clients of one server."""
+    """Load on one server, from asynchronous clients; measures its costs."""
 
     def __init__(self, server: Server):
         self.server = server
         self.seconds: list[float] = []
 
     def cpu(self) -> float:
-        """Seconds of the server's CPU time so far."""
+        """Read the CPU seconds that the server has used so far."""
         fields = Path(f"/proc/{self.server.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -93,7 +94,7 @@ class Load:
         return answer.choices[0].message.content
 
     def run(self, work: Any) -> dict[str, Any]:
-        """Run `work(client)`; return its answers and costs."""
+        """Await `work(client)`; return its answers and what they cost the server."""
 
         async def with_client() -> Any:
             address = f"http://127.0.0.1:{self.server.port}/v1"
@@ -113,9 +114,9 @@ class Load:
         }
 
     def conversations(self, count: int) -> dict[str, Any]:
-        """Run all conversations at the same time; each turn follows the answer of the turn before."""
+        """Run `count` conversations at the same time."""
 
-        async def one(client: AsyncOpenAI, number: int) -> list[str]:
+        async def converse(client: AsyncOpenAI, number: int) -> list[str]:
             messages = [{"role": "system", "content": draw_text("system", SYSTEM)}]
             for turn in range(TURNS):
                 messages.append({"role": "user", "content": draw_text((number, turn), USER)})
@@ -123,35 +124,35 @@ class Load:
             return [message["content"] for message in messages[2::2]]
 
         async def work(client: AsyncOpenAI) -> Any:
-            return await asyncio.gather(*(one(client, number) for number in range(count)))
+            return await asyncio.gather(*(converse(client, number) for number in range(count)))
 
         return self.run(work)
 
-    def strangers(self, numbers: range) -> dict[str, Any]:
-        """Send prompts without common prefixes, 32 at a time."""
+    def send_unrelated(self, numbers: range) -> dict[str, Any]:
+        """Send prompts without common prefixes, 32 at a time. `numbers` are the seeds of their texts."""
 
         async def work(client: AsyncOpenAI) -> Any:
             limit = asyncio.Semaphore(32)
 
-            async def one(number: int) -> str:
+            async def ask_one(number: int) -> str:
                 async with limit:
                     return await self.ask(client, [{"role": "user", "content": draw_text(number, 60)}], 8)
 
-            return await asyncio.gather(*map(one, numbers))
+            return await asyncio.gather(*map(ask_one, numbers))
 
         return self.run(work)
 
 
-def started(folder: Path, kind: str, options: list[str]) -> Load:
-    """Start a server, and let it answer two prompts."""
+def start_load(folder: Path, kind: str, options: list[str]) -> Load:
+    """Start a server and warm it up with two prompts."""
     load = Load(Server(32, ["--model", str(folder), "--name", "m", "--dtype", "float64", *SERVED[kind], *options]))
-    load.strangers(range(-200, -198))
+    load.send_unrelated(range(-200, -198))
     return load
 
 
-def measured(folder: Path, kind: str, options: list[str], work: Any) -> dict[str, Any]:
-    """Start a server, return the result of `work(load)`, and stop the server."""
-    load = started(folder, kind, options)
+def run_on_server(folder: Path, kind: str, options: list[str], work: Any) -> dict[str, Any]:
+    """Start a server, run `work(load)`, stop the server; return the result of `work`."""
+    load = start_load(folder, kind, options)
     try:
         return work(load)
     finally:
@@ -159,14 +160,13 @@ def measured(folder: Path, kind: str, options: list[str], work: Any) -> dict[str
 
 
 def measure_costs(folder: Path, kind: str, turns: int) -> dict[str, Any]:
-    """Measure the ratio of CPU times of servers with and without prefix cache, in turns, for prompts without common
-    prefixes."""
-    keeps: dict[str, list[str]] = {"kept": [], "none": ["--prefix-memory", "0"]}
-    servers, ratios = {name: started(folder, kind, options) for name, options in keeps.items()}, []
+    """Measure a server's CPU time with the prefix cache over that without, for prompts without common prefixes."""
+    options_of: dict[str, list[str]] = {"kept": [], "none": ["--prefix-memory", "0"]}
+    servers, ratios = {name: start_load(folder, kind, options) for name, options in options_of.items()}, []
     try:
-        for turn in range(-1, turns):  # the first turn is not counted
+        for turn in range(-1, turns):  # turn -1 warms up and is not counted
             prompts = range(128 * turn, 128 * (turn + 1))
-            took = {name: load.strangers(prompts)["cpu_seconds"] for name, load in servers.items()}
+            took = {name: load.send_unrelated(prompts)["cpu_seconds"] for name, load in servers.items()}
             ratios += [took["kept"] / took["none"]] if turn >= 0 else []
     finally:
         for load in servers.values():
@@ -178,13 +178,13 @@ def measure_costs(folder: Path, kind: str, turns: int) -> dict[str, Any]:
 
 
 def measure_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Make both measurements on one model."""
-    keeps = {"kept": ["--prefix-memory", str(BUDGET)], "none": ["--prefix-memory", "0"]}
+    """Measure conversations, and prompts without common prefixes, on one kind of model."""
+    options_of = {"kept": ["--prefix-memory", str(BUDGET)], "none": ["--prefix-memory", "0"]}
     talks = {
-        name: measured(folder, kind, options, lambda load: load.conversations(args.conversations))
-        for name, options in keeps.items()
+        name: run_on_server(folder, kind, options, lambda load: load.conversations(args.conversations))
+        for name, options in options_of.items()
     }
-    answers = [talks[name].pop("answers") for name in keeps]
+    answers = [talks[name].pop("answers") for name in options_of]
     differ = sum(a != b for one, other in zip(*answers, strict=True) for a, b in zip(one, other, strict=True))
     costs = {"narrow": measure_costs(folder, kind, args.turns)}
     with tempfile.TemporaryDirectory() as other:
@@ -202,7 +202,7 @@ def measure_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=9)
+    parser.add_argument("--turns", type=int, default=9, help="rounds of 128 prompts without common prefixes")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     result: dict[str, Any] = {"turns": TURNS, "system": SYSTEM, "user": USER, "answer": ANSWER}

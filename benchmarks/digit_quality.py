@@ -1,9 +1,9 @@
 """Quality of generated digits: a small classifier of handwritten digits, and the Frechet distance on its features.
 
 The classifier and the moments of its features over held-out real digits are packaged (made by
-`examples/training/digits_ar.py`). The distance is that of Heusel et al., "GANs Trained by a Two Time-Scale Update Rule
-...", arXiv 1706.08500, with these features instead of Inception's. Its values are comparable with each other, not with
-FIDs of other data.
+`examples/training/digits_ar.py`). The distance is the FID of Heusel et al., "GANs Trained by a Two Time-Scale Update
+Rule ...", arXiv 1706.08500, with this classifier's features instead of Inception's. Its values cannot be compared with
+FIDs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def load_classifier(path: str | os.PathLike[str] | None = None) -> DigitClassifi
     """Load the packaged classifier, or one from a file.
 
     Raises:
-        CheckpointError: an unreadable file, or other weights.
+        CheckpointError: the file cannot be read, or its weights do not fit.
     """
     if path is None:
         path = Path(str(importlib.resources.files("paradec") / "assets" / "digits" / "classifier.safetensors"))
@@ -75,7 +75,7 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the mean [d] and covariance [d, d] of features [n, d], float64.
 
     Raises:
-        ValueError: fewer than two rows.
+        ValueError: fewer than two rows of features.
     """
     if len(features) < 2:
         raise ValueError(f"a covariance needs at least 2 images, not {len(features)}")

@@ -2,14 +2,14 @@
 
     python benchmarks/digits.py                    # 500 images of each setting; writes results/digits.json
     python benchmarks/digits.py --figure docs/figures/digits.png    # only the figure
-    python benchmarks/tables.py                    # afterwards: the tables of docs/results.md
+    python benchmarks/tables.py                    # run afterwards: updates the tables of docs/results.md
 
 Class accuracy is the share of images in which the packaged classifier (98 % right on held-out digits) sees the
 requested class. The distance is between the features of the images and those of a thousand held-out real digits.
 Intervals are 95 %: Wilson's for accuracy, normal with the standard error of 200 bootstrap samples for the distance.
-Each setting is compared with token-by-token decoding under the same distribution by a permutation test: p is the share
-of random splits of both sets of images, class by class, with a larger distance than the real one (for lossless samplers
-uniform in [0, 1]). `speculative` drafts with `digits-ar-drafter`, whose forwards are counted separately.
+A permutation test compares each setting's images with those of token-by-token decoding. p is the share of random splits
+of the united images, class by class, whose halves are at least as far apart as the two sets. For lossless samplers, p
+is uniform in [0, 1]. `speculative` drafts with `digits-ar-drafter`, whose forwards are counted separately.
 """
 
 from __future__ import annotations
@@ -57,29 +57,29 @@ SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
     ("sjd, keep", "sjd", {"refresh": "keep"}),
     ("lantern, uniform q", "lantern", {"guess_distribution": "uniform"}),
 ]
-"""(label, sampler, settings); other settings have their defaults: a window of 16, 5 with a drafter."""
+"""(label, sampler, settings). Other settings have their defaults; that of `window` is 16, or 5 with a drafter."""
 PICTURED = 7
-"""Number of settings in the figure, from the first one on."""
+"""The figure shows this many settings, the first ones."""
 BATCH = 100
 PERMUTATIONS = 999
 BOOTSTRAPS = 200
 
 
 def create(name: str, settings: dict[str, Any]) -> Any:
-    """Create the sampler; a drafter in `settings` is loaded by its name."""
+    """Create a sampler; if `settings` name a drafter, it is loaded."""
     loaded = {"drafter": paradec.load(settings["drafter"])} if "drafter" in settings else {}
     return paradec.samplers.create(name, **(settings | loaded))
 
 
 def batches(images: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the first index of every batch of images, and their classes 0 to 9 in turn."""
+    """Yield for every batch the index of its first image, and the images' classes (0 to 9, repeating)."""
     for start in range(0, images, BATCH):
         yield start, [index % 10 for index in range(start, min(start + BATCH, images))]
 
 
 @torch.inference_mode()
 def run(model: Any, sampler: Any, images: int, seed: int, guidance: float) -> dict[str, Any]:
-    """Generate images, all classes equally often."""
+    """Generate `images` images, all classes equally often: "pictures" [images, 1, 28, 28] and forwards."""
     pictures, forwards, drafted = [], [], []
     for start, labels in batches(images):
         out = paradec.generate_images(
@@ -91,8 +91,8 @@ def run(model: Any, sampler: Any, images: int, seed: int, guidance: float) -> di
     return {"pictures": torch.cat(pictures), "forwards": np.array(forwards), "draft_forwards": sum(drafted) / images}
 
 
-def judged(drawn: dict[str, Any], classifier: Any) -> tuple[dict[str, Any], Tensor]:
-    """Compute the measurements of one setting, and the features [n, d] of its images."""
+def evaluate_images(drawn: dict[str, Any], classifier: Any) -> tuple[dict[str, Any], Tensor]:
+    """Compute accuracy, distance and forwards of the output of `run`, and the features [n, d] of its images."""
     with torch.inference_mode():
         features = classifier.features(drawn["pictures"])
         right = (classifier.output(features).argmax(-1) == torch.arange(len(features)) % 10).numpy()
@@ -111,28 +111,29 @@ def judged(drawn: dict[str, Any], classifier: Any) -> tuple[dict[str, Any], Tens
     return row, features
 
 
-def chance(ours: Tensor, base: Tensor) -> float:
-    """Permutation test: share of random splits of both sets of features with at least their distance."""
+def permutation_p_value(ours: Tensor, base: Tensor) -> float:
+    """Run a permutation test: the share of random splits of the united features [n, d] whose halves are at least as far
+    apart as the two sets."""
     features = torch.cat([ours, base])
 
-    def apart(mine: Tensor) -> float:
+    def split_distance(mine: Tensor) -> float:
         return frechet_distance(moments(features[mine]), moments(features[~mine]))
 
-    # both sets have equally many images of each class, and every split must, too
+    # each set has equally many images of every class; so must the halves of every split
     generator = torch.Generator().manual_seed(0)
     mine = torch.arange(len(features)) < len(ours)
     classes = [torch.arange(label, len(features), 10) for label in range(10)]
-    here, further = apart(mine), 0
+    observed, num_larger = split_distance(mine), 0
     for _ in range(PERMUTATIONS):
         split = mine.clone()
         for places in classes:
             split[places] = mine[places[torch.randperm(len(places), generator=generator)]]
-        further += apart(split) >= here
-    return (1 + further) / (1 + PERMUTATIONS)
+        num_larger += split_distance(split) >= observed
+    return (1 + num_larger) / (1 + PERMUTATIONS)
 
 
 def figure(model: Any, file: Path) -> None:
-    """Draw two of every digit for each setting: a row of images above a row of the steps that wrote their codes."""
+    """Draw two images of every digit for each setting, and below each row of images the step that made each code."""
     rows = []
     for label, name, settings in SETTINGS[:PICTURED]:
         sampler = create(name, settings)
@@ -162,14 +163,14 @@ def main() -> None:
     base = torch.empty(0)
     for index, (label, name, settings) in enumerate(SETTINGS):
         sampler = create(name, settings)
-        # other seeds for every setting: lossless samplers must agree in distribution, not image by image
+        # every setting has different seeds: lossless samplers must agree in distribution, not image by image
         drawn = run(model, sampler, args.images, 1_000_000 * index, guidance)
-        judgement, features = judged(drawn, classifier)
+        judgement, features = evaluate_images(drawn, classifier)
         row: dict[str, Any] = {"label": label, "lossless": bool(getattr(sampler, "lossless", False)), **judgement}
         row["draft_forwards"] = drawn["draft_forwards"]
         row["tokens_per_forward"] = 49 * args.images / float(drawn["forwards"].sum())
         base = base if rows else features
-        row["permutation_p"] = chance(features, base) if rows else None
+        row["permutation_p"] = permutation_p_value(features, base) if rows else None
         rows.append(row)
         print(row, flush=True)
     real = frechet_distance(

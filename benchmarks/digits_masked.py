@@ -1,17 +1,17 @@
 """Quality with fewer evaluations on the packaged digit models: a masked transformer and a diffusion transformer.
 
     python benchmarks/digits_masked.py --part masked             # 500 images of each setting
-    python benchmarks/digits_masked.py --part dit --images 300   # the other model
+    python benchmarks/digits_masked.py --part dit --images 300   # 300 images, of the diffusion transformer
     python benchmarks/digits_masked.py --draw        # only the plots and the images, from the result file
 
 Masked transformer (`digits-maskgit`): MaskGIT, Halton, ReCAP and adaptive rules. A full evaluation reads a class token
 and 49 codes; ReCAP's local steps read fewer, so the cost is counted in positions: evaluations = positions / 50.
 
-Diffusion transformer (`digits-dit`): DDIM with fewer steps, the cheap baseline; TaylorSeer on 20 and on 50 DDIM steps,
-with equal numbers of full evaluations (7 and 5); and rules that measure when to evaluate. All settings start from the
-same noise. "pixel error" is the mean absolute difference (range 0 to 1) to the images of as many DDIM steps that are
-all evaluated; for DDIM itself, to those of 20 / of 50 steps. If a rule evaluates a part of the transformer at forecast
-steps, this part is counted. Rules decide for a batch of 100 at once, so their counts are means.
+Diffusion transformer (`digits-dit`): DDIM with fewer steps as the baseline; TaylorSeer on 20 and on 50 DDIM steps, with
+7 or 5 full evaluations; and rules that decide by a measurement when to evaluate. All settings start from the same
+noise. "pixel error" is the mean absolute difference (range 0 to 1) to the images of DDIM with the same number of steps,
+all evaluated; plain DDIM runs are compared with DDIM of 20 and of 50 steps. If a rule evaluates a part of the
+transformer at forecast steps, this part is counted. Rules decide for a batch of 100 images, so their counts are means.
 
 Class accuracy and Frechet distance are those of `benchmarks/digits.py`, with 95 % intervals (Wilson's; bootstrap).
 """
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 from digit_quality import load_classifier
-from digits import batches, judged
+from digits import batches, evaluate_images
 from provenance import RESULTS, read_result, write_result
-from tables import evaluations_table, evenly_table
+from tables import evaluations_table, even_steps_table
 from torch import Tensor
 
 import paradec
@@ -58,7 +58,7 @@ MASKED: list[tuple[str, str, str, dict[str, Any], int | None]] = [
     ("recap, 16 steps, l=3", "recap, l=3", "recap", {"local_steps": 3}, 16),
     ("recap, 6 steps, l=2", "recap, l=2", "recap", {"local_steps": 2}, 6),
 ]
-"""(label, curve, sampler, settings, steps); other settings have their defaults."""
+"""(label, curve in the plot, sampler, settings, steps); other settings have their defaults."""
 BASES: dict[str, dict[str, Any]] = {
     "taylor 1": {},
     "reuse": {"how": "reuse"},
@@ -69,15 +69,15 @@ BASES: dict[str, dict[str, Any]] = {
     "dmd": {"how": "dmd", "order": 2},
 }
 INTERVALS = {20: {7: 3, 5: 4}, 50: {7: 8, 5: 10}}
-"""For every number of DDIM steps, the numbers of evaluated steps (including the first) and their intervals."""
+"""{number of DDIM steps: {number of evaluated steps, including the first: interval}}."""
 LEFT_OUT = {
     20: [("dmd", "module"), *((basis, "block") for basis in BASES if basis not in ("taylor 1", "reuse"))],
     50: [(basis, "module") for basis in ("dmd", "hermite 2", "taylor 2", "foca")]
     + [(basis, "output") for basis in ("hermite 2", "taylor 2", "foca")]
     + [(basis, "block") for basis in BASES],
 }
-"""Pairs that are not measured: `dmd` needs an SVD per row and feature and is meant for outputs; the others, to save
-time."""
+"""{number of DDIM steps: [(basis, target) that is not measured]}: `dmd` needs an SVD per row and feature and is meant
+for outputs; the other pairs are left out to save time."""
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "taylor 1, module, 7 of 20, first_enhance=3": (20, {"when": Every(4, 3)}),
     "taylor 1, module, 7 of 20, diffusers' style": (20, {"when": Every(4, 3, "diffusers")}),
@@ -86,11 +86,12 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "taylor 1, module, change 0.4 of 20": (20, {"when": AccumulatedChange(0.4)}),
     "taylor 1, module, verified 3 of 20": (20, {"when": Verification(3.0)}),
 }
-"""Schedules with more evaluations at the start (the third is the public code's for DiT), and rules that measure."""
+"""{label: (DDIM steps, settings of `Forecast`)}: schedules with more evaluations at the start (the third is the public
+code's for DiT), and rules that decide by a measurement."""
 
 
 def dit_settings() -> list[tuple[str, str, int, dict[str, Any] | None]]:
-    """List (label, curve, DDIM steps, settings of `Forecast`), the most important ones first."""
+    """List (label, curve in the plot, DDIM steps, settings of `Forecast`; None is plain DDIM)."""
     entries: list[tuple[str, str, int, dict[str, Any] | None]] = []
     for steps in (20, 50, 14, 10, 7, 5, 4):
         entries.append((f"ddim, {steps} steps", "ddim", steps, None))
@@ -119,7 +120,8 @@ def run_masked(model: Any, setting: tuple, images: int, seed: int) -> dict[str, 
             output_type="pt",
         )
         read = np.array([step.forwarded for step in out.trace.steps])  # [steps, B]
-        whole = (1 + out.grid.length) * out.row_forwards / sum(out.row_nfe)  # positions of all guidance branches
+        # positions of a full evaluation, in all guidance branches
+        whole = (1 + out.grid.length) * out.row_forwards / sum(out.row_nfe)
         pictures.append(out.images)
         evaluations += (read.sum(0) / whole).tolist()
         full += (read == whole).sum(0).tolist()
@@ -146,11 +148,11 @@ def run_dit(pipe: Any, setting: tuple, images: int, seed: int) -> dict[str, Any]
 
 
 REFERENCES = {f"ddim, {steps} steps": steps for steps in INTERVALS}
-"""Labels of the runs that evaluate every step, with their numbers of steps."""
+"""Numbers of steps of the DDIM runs to which pixel errors refer, by label."""
 
 
 def measure(part: str, images: int, classifier: Any) -> list[dict[str, Any]]:
-    """Measure every setting of a part: a row for each."""
+    """Measure every setting of a part; return a row for each."""
     if part == "masked":
         model, settings, run = paradec.load("digits-maskgit"), MASKED, run_masked
     else:
@@ -159,9 +161,9 @@ def measure(part: str, images: int, classifier: Any) -> list[dict[str, Any]]:
     rows, references, plain = [], {}, {}
     for index, setting in enumerate(settings):
         label, curve, steps = setting[:3]
-        # each masked setting has other seeds; all diffusion settings start from the same noise
+        # each masked setting has different seeds; all diffusion settings start from the same noise
         drawn = run(model, setting, images, 1_000_000 * index if part == "masked" else 0)
-        judgement = judged(drawn, classifier)[0]
+        judgement = evaluate_images(drawn, classifier)[0]
         row = {"label": label, "curve": curve, "full": drawn["full"], "evaluations": judgement.pop("forwards")}
         rows.append(row | judgement)
         print(rows[-1], flush=True)
@@ -178,15 +180,13 @@ def measure(part: str, images: int, classifier: Any) -> list[dict[str, Any]]:
 
 
 def errors(pictures: Tensor, references: dict[int, Tensor], aims: list[int]) -> dict[str, float]:
-    """Compute mean absolute differences to the images of runs that evaluate every step."""
+    """Compute the mean absolute difference of images to each of `references`, DDIM runs of `aims` steps."""
     return {str(aim): float((pictures - references[aim]).abs().mean()) for aim in aims if aim in references}
 
 
 def plot(panels: list[tuple[str, list[dict[str, Any]]]], file: Path) -> None:
-    """Plot a row for each (title, results): accuracy, distance and pixel error over evaluations, a line for each curve.
-
-    Curves are shifted sideways a little, so that they do not hide each other.
-    """
+    """Plot accuracy, distance and pixel error over evaluations: a row of plots for each (title, rows of results), a
+    line for each curve. Curves are shifted sideways a little, so that they do not hide each other."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -218,7 +218,7 @@ def plot(panels: list[tuple[str, list[dict[str, Any]]]], file: Path) -> None:
 
 
 def draw(result: dict[str, Any]) -> None:
-    """Draw the plots of both models, and images."""
+    """Draw the plots of the two models, and images."""
     plot([("masked transformer", result["masked"])], FIGURES / "digits_masked.svg")
     panels = []
     for steps in INTERVALS:
@@ -230,7 +230,7 @@ def draw(result: dict[str, Any]) -> None:
 
 
 def pictures(file: Path) -> None:
-    """Draw one image of every digit in a row for each setting: the masked transformer above, diffusion below."""
+    """Draw a row of ten digits for each of seven settings: four of the masked transformer, three of diffusion."""
     model, rows = paradec.load("digits-maskgit"), []
     for name, settings, steps in (("maskgit", {}, 8), ("maskgit", {}, 4), ("halton", {}, 4), ("recap", {}, 8)):
         sampler = paradec.samplers.create(name, **settings)
@@ -264,7 +264,7 @@ def main() -> None:
     write_result(FILE, result)
     print(evaluations_table(rows))
     if args.part == "dit":
-        print(evenly_table(rows))
+        print(even_steps_table(rows))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""Cost and quality of next-scale models on the packaged digits, compared with all other methods of few forwards.
+"""Cost and quality of next-scale models (VAR) on the packaged digits, compared with other methods of few forwards.
 
     python benchmarks/digits_scales.py              # writes results/digits_scales.json
     python benchmarks/digits_scales.py --draw       # only the images
-    python benchmarks/tables.py                     # afterwards: the table in docs/tables
+    python benchmarks/tables.py                     # run afterwards: updates the table in docs/tables
 
-Every method has a few settings. One is chosen by the Frechet distance of two hundred images of each; five hundred
-images with other seeds are reported. Class accuracy and distance are those of `benchmarks/digits.py`, with 95 %
-intervals (Wilson's; bootstrap). Methods are ranked by the distance. The difference to the best method has an interval,
-too; if it contains 0, the two cannot be separated.
+Every method has a few settings. The one with the smallest Frechet distance over 200 images is chosen, and measured
+again on 500 images with other seeds, which are reported. Class accuracy and distance are those of
+`benchmarks/digits.py`, with 95 % intervals (Wilson's; bootstrap). Methods are ranked by the distance; if the interval
+of the difference to the best method contains 0, the two cannot be separated.
 
-The models differ: `digits-ar` is a LlamaGen and `digits-maskgit` a masked transformer, both over 49 codes of one VQ;
-`digits-var` and `digits-var-small` are VARs over 88 codes in five scales of another VQ. Their forwards are not
-comparable, so the positions evaluated (both branches of guidance, both models) and CPU milliseconds per image are also
-reported: one core, batches of 100, without the VQ decoder.
+The models differ: `digits-ar` is a LlamaGen and `digits-maskgit` a masked transformer, over the same 49 VQ codes;
+`digits-lpd` is an LPD over these codes; `digits-var` and `digits-var-small` are VARs over 88 codes of another VQ, in
+five scales. Forwards of different models are not comparable, so two more costs are reported per image: positions
+evaluated (in all branches of guidance, by all models), and CPU milliseconds (one core, batches of 100, without the VQ
+decoder).
 
-`digits-lpd` is an LPD over the first VQ's codes. Its three exact methods sample the distribution of one code per call
-in their order, so one choice of order and guidance serves all three; 49 groups are one code per call.
+The three exact methods of `digits-lpd` sample the same distribution, that of one code per call, so one choice of order
+and guidance serves all three. With 49 groups, `digits-lpd` decodes one code per call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 from digit_quality import frechet_distance, load_classifier, moments
-from digits import batches, judged
+from digits import batches, evaluate_images
 from provenance import COMMIT, RESULTS, read_result, write_result
 from tables import digits_scales_table
 
@@ -38,16 +39,16 @@ from paradec.api.images import contact_sheet
 ROOT = Path(__file__).resolve().parent.parent
 FIGURE = ROOT / "docs" / "figures" / "digits_scales.png"
 CHOOSING, REPORTED = 10_000_000, 20_000_000
-"""First seeds of the choosing and the reported images."""
+"""Seeds from which the images for the choice and the reported images start."""
 Setting = tuple[dict[str, Any], dict[str, Any]]
 """Settings of the sampler, and fields of the request."""
 
 
-def over(sampler: dict[str, list[Any]], request: dict[str, list[Any]]) -> list[Setting]:
-    """List all combinations of values."""
+def combine(sampler: dict[str, list[Any]], request: dict[str, list[Any]]) -> list[Setting]:
+    """List all combinations of the values of sampler settings and request fields."""
 
     def combined(values: dict[str, list[Any]]) -> list[dict[str, Any]]:
-        return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+        return [dict(zip(values, combination, strict=True)) for combination in product(*values.values())]
 
     return [(settings, fields) for settings in combined(sampler) for fields in combined(request)]
 
@@ -58,19 +59,19 @@ GROWING: dict[str, list[Any]] = {"guidance_scale": [2.5, 4.0, 6.0]}
 MASKED = {**GUIDANCE, "steps": [8]}
 SCALES: dict[str, list[Any]] = {"guidance_scale": [1.0, 1.5, 2.0, 3.0], "temperature": [0.9, 1.0], "top_k": [0]}
 Method = tuple[str, str, str, list[Setting], dict[str, Any]]
-"""(label, model, sampler, settings to choose from, and settings that are added to the chosen ones)."""
+"""(label, model, sampler, settings to choose from, sampler settings that are added to the chosen ones)."""
 ORDERS: dict[str, list[Any]] = {"order": ["lpd", "random"]}
-EXACT = over({**ORDERS, "lossless": [True]}, GROWING)
+EXACT = combine({**ORDERS, "lossless": [True]}, GROWING)
 METHODS: list[Method] = [
-    ("ar", "digits-ar", "sjd", over({"window": [1]}, GUIDANCE), {}),
-    ("sjd", "digits-ar", "sjd", over({}, GUIDANCE), {}),
-    ("maskgit, 8 steps", "digits-maskgit", "maskgit", over({"choice_temperature": [1.0, 2.0, 4.5]}, MASKED), {}),
-    ("halton, 8 steps", "digits-maskgit", "halton", over({}, MASKED), {}),
-    ("lpd, 8 steps", "digits-maskgit", "lpd", over({}, MASKED), {}),
-    ("var", "digits-var", "var", over({}, SCALES), {}),
-    ("var, small model", "digits-var-small", "var", over({}, SCALES), {}),
+    ("ar", "digits-ar", "sjd", combine({"window": [1]}, GUIDANCE), {}),
+    ("sjd", "digits-ar", "sjd", combine({}, GUIDANCE), {}),
+    ("maskgit, 8 steps", "digits-maskgit", "maskgit", combine({"choice_temperature": [1.0, 2.0, 4.5]}, MASKED), {}),
+    ("halton, 8 steps", "digits-maskgit", "halton", combine({}, MASKED), {}),
+    ("lpd, 8 steps", "digits-maskgit", "lpd", combine({}, MASKED), {}),
+    ("var", "digits-var", "var", combine({}, SCALES), {}),
+    ("var, small model", "digits-var-small", "var", combine({}, SCALES), {}),
     *(
-        (f"code, split {split}", "digits-var-small", "code", over({"split": [split]}, SCALES), {})
+        (f"code, split {split}", "digits-var-small", "code", combine({"split": [split]}, SCALES), {})
         for split in range(1, 5)
     ),
     *(
@@ -78,21 +79,21 @@ METHODS: list[Method] = [
         for method in ("jacobi", "sjd", "scd")
     ),
     *(
-        (f"lpd, {count} groups", "digits-lpd", "groups", over(ORDERS, {**GROWING, "steps": [count]}), {})
+        (f"lpd, {count} groups", "digits-lpd", "groups", combine(ORDERS, {**GROWING, "steps": [count]}), {})
         for count in (49, 16, 12, 8)
     ),
 ]
 
 
 def create(sampler: str, settings: dict[str, Any]) -> Any:
-    """Create the sampler; `code` drafts with the large model."""
+    """Create a sampler; `code` gets `digits-var` as its drafter."""
     extra = {"drafter": paradec.load("digits-var")} if sampler == "code" else {}
     return paradec.samplers.create(sampler, **settings, **extra)
 
 
 @torch.inference_mode()
 def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> dict[str, Any]:
-    """Generate images, all classes equally often."""
+    """Generate images, all classes equally often, and measure their cost."""
     settings, request = setting
     model, method = paradec.load(name), create(sampler, settings)
     pictures, forwards, drafted, positions, cpu = [], [], [], 0, 0.0
@@ -106,7 +107,7 @@ def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> di
         forwards += out.row_nfe
         drafted += out.draft_nfe
         positions += out.forwarded_tokens
-    if sampler == "code":  # add the first scales, evaluated by the large model, which the output does not count
+    if sampler == "code":  # `out` does not count the first scales, which the drafter evaluates
         split = settings["split"]
         ends, branches = model.facts.ends, 1 if request["guidance_scale"] == 1 else 2
         positions += images * branches * ends[split - 1]
@@ -119,8 +120,8 @@ def run(name: str, sampler: str, setting: Setting, images: int, seed: int) -> di
     }
 
 
-def chosen(label: str, name: str, sampler: str, settings: list[Setting], images: int, judge: Any) -> Setting:
-    """Choose the setting with the smallest distance."""
+def choose_setting(label: str, name: str, sampler: str, settings: list[Setting], images: int, judge: Any) -> Setting:
+    """Choose the setting whose `images` images have the smallest distance."""
     held_out = (judge.held_out_mean, judge.held_out_covariance)
     distances = []
     for index, setting in enumerate(settings):
@@ -131,14 +132,14 @@ def chosen(label: str, name: str, sampler: str, settings: list[Setting], images:
     return settings[min(range(len(distances)), key=distances.__getitem__)]
 
 
-def further(one: list[float], other: list[float]) -> list[float]:
-    """Compute the difference of two distances with intervals, and its interval."""
+def distance_difference(one: list[float], other: list[float]) -> list[float]:
+    """Compute one - other for two distances [value, low, high]: the difference, and the ends of its 95 % interval."""
     half = ((one[2] - one[0]) ** 2 + (other[2] - other[0]) ** 2) ** 0.5
     return [one[0] - other[0], one[0] - other[0] - half, one[0] - other[0] + half]
 
 
 def figure(results: list[dict[str, Any]]) -> None:
-    """Draw a row of two images of every digit for each method, in the order of the table."""
+    """Draw for each method, in the order of the table, a row with two images of every digit."""
     rows: list[Any] = []
     for entry in results:
         method, model = create(entry["sampler"], entry["settings"]), paradec.load(entry["model"])
@@ -151,7 +152,7 @@ def figure(results: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=500, help="number of reported images")
-    parser.add_argument("--choosing", type=int, default=200)
+    parser.add_argument("--choosing", type=int, default=200, help="number of images of each setting for the choice")
     parser.add_argument("--draw", action="store_true", help="only draw the images of an existing result")
     parser.add_argument("--out", type=Path, default=RESULTS / "digits_scales.json")
     args = parser.parse_args()
@@ -168,16 +169,16 @@ def main() -> None:
     for index, (label, name, sampler, settings, added) in enumerate(METHODS):
         among = repr((name, sampler, settings))
         if among not in choices:
-            choices[among] = chosen(label, name, sampler, settings, args.choosing, judge)
+            choices[among] = choose_setting(label, name, sampler, settings, args.choosing, judge)
         setting = (choices[among][0] | added, choices[among][1])
-        made = run(name, sampler, setting, args.images, REPORTED + 100_000 * index)
+        generated = run(name, sampler, setting, args.images, REPORTED + 100_000 * index)
         entry = {"label": label, "model": name, "sampler": sampler, "settings": setting[0], "request": setting[1]}
-        entry |= judged(made, judge)[0] | {"choices": len(settings), "commit": COMMIT}
-        rows.append(entry | {key: made[key] for key in ("draft_forwards", "positions", "milliseconds")})
+        entry |= evaluate_images(generated, judge)[0] | {"choices": len(settings), "commit": COMMIT}
+        rows.append(entry | {key: generated[key] for key in ("draft_forwards", "positions", "milliseconds")})
         print(f"{label}: distance {entry['distance'][0]:.1f}, accuracy {entry['accuracy'][0]:.3f}", flush=True)
     rows.sort(key=lambda entry: entry["distance"][0])
     for entry in rows[1:]:
-        entry["further"] = further(entry["distance"], rows[0]["distance"])
+        entry["further"] = distance_difference(entry["distance"], rows[0]["distance"])
     result = {"images": args.images, "choosing": args.choosing, "methods": rows}
     write_result(args.out, result)
     print(digits_scales_table(read_result(args.out)))

@@ -1,12 +1,13 @@
-"""Chi-square tests of verifying samplers against full enumeration: do they keep the model's distribution?
+"""Chi-square tests against full enumeration: do samplers that verify drafts keep the model's distribution?
 
     python benchmarks/exactness.py [--rows 100000] [--only TEXT] [--out benchmarks/results/exactness.json]
 
-The model looks up the logits of the next token by the two tokens before it, through the same key/value store, masks and
-queries as other models. So all answers of a few tokens can be enumerated, and rows are cheap: every row of a batch is
-one answer. Batches are ragged: prompts of two lengths alternate, and each is tested separately. For lossy methods (GSD,
-LANTERN, S2D2) the total variation distance is reported, for those over causal models with an upper bound: the share of
-rows in which a draft was verified differently than by the exact rule with the same random number.
+The model is a table: it looks up the logits of the next token by the two tokens before it, and reads these through the
+same key/value store, masks and queries as other models. So all answers of a few tokens can be enumerated, and sampling
+is cheap; every row of a batch is one answer. Prompts of two lengths alternate in a batch, and each is tested
+separately. For lossy methods (GSD, LANTERN, S2D2) the total variation distance is reported. For GSD and LANTERN an
+upper bound is added: the share of rows in which the exact rule, with the same random number, would have decided
+differently about a draft.
 """
 
 from __future__ import annotations
@@ -45,17 +46,14 @@ from paradec.samplers.distributions import probability, token_distribution
 PROMPTS = ([2, 0], [4, 1, 3, 3])
 NEGATIVE = ([1], [3, 2, 1])
 FEWEST = 8
-"""Cells with fewer expected answers are pooled."""
+"""Expected count below which answers are pooled into one cell of the chi-square test."""
 
 
 def seen_token(tokens: Tensor, sees: Tensor) -> Tensor:
-    """[R, W]: the only one of `tokens` [R, T] that each column sees (`sees` [R, W, T] bool), -1 for none.
-
-    Raises:
-        RuntimeError: a column sees several.
-    """
+    """Find the token that each column sees: [R, W], -1 for none, from `tokens` [R, T] and `sees` [R, W, T] bool. Raises
+    RuntimeError if a column sees several tokens."""
     if (sees.sum(-1) > 1).any():
-        raise RuntimeError("a column sees two tokens at one place")
+        raise RuntimeError("a column sees two tokens at one position")
     return torch.where(sees, tokens.unsqueeze(1), -1).amax(-1)
 
 
@@ -63,8 +61,8 @@ class TableModel:
     """Causal model of order two: the logits of the next token depend only on the last two tokens.
 
     Args:
-        table: [V + 1, V, V]: logits by the token before the last (V: none), the last token, the next token.
-        embedding: [V, d], for methods that compare tokens.
+        table: logits [V + 1, V, V] by (token before the last, V if there is none; last token; next token).
+        embedding: [V, d], for methods that compare tokens by their embeddings.
     """
 
     tokenizer, default_max_new_tokens, default_block_length = None, 4, None
@@ -77,24 +75,25 @@ class TableModel:
 
     @classmethod
     def random(cls, vocab: int, seed: int, sharpness: float = 1.0, near: TableModel | None = None) -> TableModel:
-        """Build a model with normal logits; with `near`, half another model's, as a drafter's are similar."""
+        """Build a model with normally distributed logits. With `near`, they are averaged with that model's logits, as
+        for a drafter."""
         generator = torch.Generator().manual_seed(seed)
         table = torch.randn(vocab + 1, vocab, vocab, generator=generator, dtype=torch.float64) * sharpness
         embedding = torch.rand(vocab, 3, generator=generator, dtype=torch.float64)
         return cls(table if near is None else (table + near.table) / 2, embedding)
 
     def token_embeddings(self) -> Tensor | None:
-        """[V, d]."""
+        """Return the embedding [V, d], or None."""
         return self.embedding
 
     codebook = token_embeddings
 
     def make_store(self, rows: int, length: int) -> KeyValueStore:
-        """Make a store, of which only the tokens are used."""
+        """Make a store; this model uses only the tokens recorded in it."""
         return KeyValueStore(rows, length, self.device)
 
     def __call__(self, query: Query, store: KeyValueStore | None = None) -> Tensor:
-        """Compute logits [R, W, V] of the wanted columns."""
+        """Compute logits [R, W, V] of the columns `query.wanted` [R, W]."""
         if store is None:
             tokens, keys = query.tokens, query.positions
             mask = torch.ones(1, 1, 1, tokens.shape[1], dtype=torch.bool) if query.valid is None else query.valid
@@ -115,11 +114,12 @@ class TableModel:
 
 
 class OwnDrafter(TableModel):
-    """Causal model that also drafts: it fills a block of masks (its last token) from the token before the block.
+    """Causal model that drafts for itself: it fills a block of mask tokens from the token before the block. The mask
+    token is the last of the vocabulary.
 
     Args:
-        drafts: [V, W, V]: logits by the token before the block, the mask's index, the drafted token.
-        blocks: whether the model is block-causal and verifies with masks next to the tokens.
+        drafts: logits [V, W, V] by (token before the block; index in the block; drafted token).
+        blocks: make the model block-causal. Its queries then hold masks next to the tokens that are verified.
     """
 
     def __init__(self, table: Tensor, drafts: Tensor, blocks: bool = False):
@@ -134,7 +134,7 @@ class OwnDrafter(TableModel):
 
     @classmethod
     def near(cls, model: TableModel, seed: int, blocks: bool = False) -> OwnDrafter:
-        """Build drafts with logits similar to the model's."""
+        """Build a drafter whose draft logits are similar to the model's."""
         vocab, generator = model.facts.vocab_size, torch.Generator().manual_seed(seed)
         noise = torch.randn(vocab, 4, vocab, generator=generator, dtype=torch.float64)
         return cls(model.table, (model.table[:vocab].mean(0).unsqueeze(1) + noise) / 2, blocks)
@@ -155,8 +155,8 @@ class OwnDrafter(TableModel):
 
 
 class BlockTable(TableModel):
-    """Block-causal masked model. A column that sees a token right before it has the table's logits. A column after a
-    mask has those of `drafts` [V, W, V], by the last visible token and its distance."""
+    """Block-causal masked model. A column that sees the token right before it gets the table's logits. Other columns
+    get `drafts` [V, W, V], by (nearest visible token before the column; its distance - 2; drafted token)."""
 
     def __init__(self, table: Tensor, drafts: Tensor):
         super().__init__(table)
@@ -183,18 +183,19 @@ class BlockTable(TableModel):
 def exact_distribution(
     model: TableModel, prompt: list[int], new: int, request: Request, negative: list[int], grid: Grid | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Enumerate all answers [N, L] int64 and their probabilities [N]."""
+    """Enumerate all N answers [N, L] int64 and compute their probabilities [N] float64. L is `new`, or the grid's
+    length."""
     vocab = model.facts.vocab_size
     layout = [-1] * new if grid is None else grid.layout.tolist()
     cells = range(vocab) if grid is None else grid.cells
-    every = torch.tensor(list(itertools.product(*[cells if forced < 0 else [forced] for forced in layout])))
-    probabilities = torch.ones(len(every), dtype=torch.float64)
+    possible = torch.tensor(list(itertools.product(*[cells if forced < 0 else [forced] for forced in layout])))
+    probabilities = torch.ones(len(possible), dtype=torch.float64)
     branches = [prompt] if request.guidance_scale == 1 else [prompt, negative]
     for at in (i for i, forced in enumerate(layout) if forced < 0):
         logits = []
         for start in branches:
-            tokens = torch.cat((torch.tensor(start).expand(len(every), -1), every), 1)[:, : len(start) + at]
-            before = tokens[:, -2] if tokens.shape[1] > 1 else torch.full((len(every),), vocab)
+            tokens = torch.cat((torch.tensor(start).expand(len(possible), -1), possible), 1)[:, : len(start) + at]
+            before = tokens[:, -2] if tokens.shape[1] > 1 else torch.full((len(possible),), vocab)
             logits.append(model.table[before, tokens[:, -1]])
         mixed = logits[0]
         if len(branches) == 2:
@@ -203,22 +204,24 @@ def exact_distribution(
         if request.suppress_tokens:
             allowed = torch.ones(vocab, dtype=torch.bool)
             allowed[list(request.suppress_tokens)] = False
-        probabilities *= probability(token_distribution(mixed, request, allowed), every[:, at])
-    return every, probabilities
+        probabilities *= probability(token_distribution(mixed, request, allowed), possible[:, at])
+    return possible, probabilities
 
 
-def within(prompt: list[int], model: TableModel) -> list[int]:
-    """Map a prompt into a model's vocabulary, which may be small."""
+def fit_to_vocab(prompt: list[int], model: TableModel) -> list[int]:
+    """Map a prompt into a model's vocabulary, by token ids modulo its size."""
     return [token % model.facts.vocab_size for token in prompt]
 
 
 def sample(
     sampler: CausalSampler, model: TableModel, rows: int, seed: int, new: int = 4, **request: Any
 ) -> tuple[Tensor, CausalState]:
-    """Sample the answers [rows, L] int64 of rows with alternating prompts; also returns the final state."""
-    prompts = [within(PROMPTS[i % 2], model) for i in range(rows)]
+    """Sample answers [rows, L] int64 to alternating prompts; also return the final state."""
+    prompts = [fit_to_vocab(PROMPTS[i % 2], model) for i in range(rows)]
     if request.get("guidance_scale", 1) != 1:
-        request["negative_prompt"] = Prompts([within(NEGATIVE[i % 2], model) for i in range(rows)], False, [0] * rows)
+        request["negative_prompt"] = Prompts(
+            [fit_to_vocab(NEGATIVE[i % 2], model) for i in range(rows)], False, [0] * rows
+        )
     grid = request.get("grid")
     request |= {} if grid is not None else {"max_new_tokens": new}
     state = sampler.start(model, Prompts(prompts, False, [0] * rows), seed=seed, **request)
@@ -227,19 +230,21 @@ def sample(
     return state.canvas.gather(1, column), state
 
 
-def counted(answers: Tensor, every: Tensor, base: int) -> np.ndarray:
-    """Count how often each of `every` [N, L] is among answers [n, L]: [N]. Raises for an answer that is not in it."""
-    digits = base ** torch.arange(every.shape[1])
-    known, order = (every * digits).sum(1).sort()
+def count_answers(answers: Tensor, possible: Tensor, base: int) -> np.ndarray:
+    """Count how often each answer in `possible` [N, L] occurs in `answers` [n, L]: [N] int64. Raises AssertionError if
+    an answer is not possible."""
+    digits = base ** torch.arange(possible.shape[1])
+    known, order = (possible * digits).sum(1).sort()
     numbers = (answers * digits).sum(1)
     at = torch.searchsorted(known, numbers).clamp(max=len(known) - 1)
     if (known[at] != numbers).any():
-        raise AssertionError("an answer without a probability")
-    return np.bincount(order[at].numpy(), minlength=len(every))
+        raise AssertionError("a sampled answer is not among the possible answers")
+    return np.bincount(order[at].numpy(), minlength=len(possible))
 
 
 def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
-    """Chi-square test; cells that expect fewer than `FEWEST` answers are pooled, and impossible ones must be empty."""
+    """Compute the chi-square test's p-value. Cells that expect fewer than `FEWEST` answers are pooled. If an impossible
+    answer occurs, p is 0."""
     expected = distribution * counts.sum()
     if counts[distribution == 0].any():
         return 0.0
@@ -256,25 +261,25 @@ def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
 def test_case(
     sampler: CausalSampler, model: TableModel, rows: int, seed: int = 0, target: float | None = None, **request: Any
 ) -> dict[str, Any]:
-    """Sample `2 * rows` answers and test those of each prompt: p-values, total variation, forwards per answer.
+    """Sample `rows` answers to each of the two prompts and test them: p-values, total variation, forwards per answer.
 
     Args:
-        target: temperature of the distribution to compare with; None is the request's.
+        target: temperature of the distribution to compare with; None: the request's temperature.
     """
     new = request.pop("new", 4)
     answers, state = sample(sampler, model, 2 * rows, seed, new, **request)
     grid, settings = request.get("grid"), {key: value for key, value in request.items() if key != "grid"}
     result: dict[str, Any] = {"p_values": [], "total_variation": [], "nfe": round(float(state.nfe.mean()), 4)}
     for first in range(2):
-        every, distribution = exact_distribution(
+        possible, distribution = exact_distribution(
             model,
-            within(PROMPTS[first], model),
+            fit_to_vocab(PROMPTS[first], model),
             new,
             Request(**{"temperature": 1.0} | settings | ({} if target is None else {"temperature": target})),
-            within(NEGATIVE[first], model),
+            fit_to_vocab(NEGATIVE[first], model),
             grid,
         )
-        counts = counted(answers[first::2], every, model.facts.vocab_size)
+        counts = count_answers(answers[first::2], possible, model.facts.vocab_size)
         result["p_values"].append(p_value(counts, distribution.numpy()))
         result["total_variation"].append(float(np.abs(counts / counts.sum() - distribution.numpy()).sum() / 2))
     return result
@@ -299,7 +304,7 @@ TREES: dict[str, Any] = {
 
 
 def samplers(drafter: TableModel) -> dict[str, CausalSampler]:
-    """Create every exact method, with the settings that change its steps."""
+    """Create every exact method, with each setting that changes how it drafts or verifies."""
     create = paradec.samplers.create
     named = {"token by token": create("sjd", window=1)}
     for window in (2, 4):
@@ -320,11 +325,11 @@ def samplers(drafter: TableModel) -> dict[str, CausalSampler]:
     return named
 
 
-def branching(drafter: TableModel) -> dict[str, CausalSampler]:
+def branching_samplers(drafter: TableModel) -> dict[str, CausalSampler]:
     """Create samplers with several drafts per slot, drafts from earlier answers, and chains that end early."""
     create = paradec.samplers.create
     return {
-        "sjd_pac": create("sjd_pac", window=4, siblings=3, branching=2),
+        "sjd_pac": create("sjd_pac", window=4, siblings=3, branching_samplers=2),
         "speculative, token recycling": create(
             "speculative", drafter=TokenRecycling(k=3, tree=(3, 2, 1)), rule="naive"
         ),
@@ -338,7 +343,7 @@ def cases() -> Iterator[tuple[str, CausalSampler, TableModel, dict[str, Any]]]:
     drafter = TableModel.random(5, seed=1, near=model)
     for (name, sampler), (what, request) in itertools.product(samplers(drafter).items(), REQUESTS.items()):
         yield f"{name}; {what}", sampler, model, request
-    # answers much longer than the window, in which drafts last several steps: only these reveal a wrong q
+    # answers of 7 tokens with a window of 3: drafts survive several steps, and only then does a wrong q show
     long = TableModel.random(3, seed=4, sharpness=2.0)
     for refresh, init in itertools.product(REFRESHES, INITS[:3]):
         sampler = paradec.samplers.create("sjd", window=3, refresh=refresh, init=init)
@@ -367,7 +372,7 @@ def cases() -> Iterator[tuple[str, CausalSampler, TableModel, dict[str, Any]]]:
                 block_table(),
                 {"temperature": 1.0, "suppress_tokens": [5]} | request,
             )
-    for (name, sampler), (what, request) in itertools.product(branching(drafter).items(), REQUESTS.items()):
+    for (name, sampler), (what, request) in itertools.product(branching_samplers(drafter).items(), REQUESTS.items()):
         yield f"{name}; {what}", sampler, model, request
 
 
@@ -378,8 +383,9 @@ def block_table() -> BlockTable:
     return BlockTable(table, (table[:6].mean(0).unsqueeze(1) + noise) / 2)
 
 
-def watched(sampler: CausalSampler) -> tuple[CausalSampler, list[np.ndarray]]:
-    """Wrap the sampler. Returns it, and a list to which every step adds the rows with a draft not verified by p / q."""
+def watch_deviations(sampler: CausalSampler) -> tuple[CausalSampler, list[np.ndarray]]:
+    """Wrap a sampler so that every step appends to a list the rows in which it decided about a draft differently than
+    the exact rule p / q. Returns the wrapped sampler and the list."""
     deviating: list[np.ndarray] = []
 
     class Watched(type(sampler)):  # type: ignore[misc]
@@ -389,7 +395,7 @@ def watched(sampler: CausalSampler) -> tuple[CausalSampler, list[np.ndarray]]:
             noise = proposal.quantities["uniform"][..., 0]
             own, exact = noise < self.accept(window), noise < window.ratio().clamp(max=1)
             verified = (own & drafted).long().cumprod(1).roll(1, 1)
-            verified[:, 0] = 1  # a draft is verified if all drafts before it were accepted
+            verified[:, 0] = 1  # a draft is only looked at if all drafts before it were accepted
             deviating.append(proposal.rows[((own != exact) & drafted & verified.bool()).any(1).numpy()])
             return super().commit(state, proposal)
 
@@ -417,8 +423,8 @@ def lossy() -> Iterator[tuple[str, CausalSampler, TableModel]]:
 
 
 def partly_verified() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield (name, sampler, request) of S2D2 as published. At temperature 0 its answers are random, since its drafts
-    are verified with the probabilities of temperature 1; they are compared with temperature 1."""
+    """Yield (name, sampler, request) of S2D2 with its published presets. It verifies drafts with the probabilities of
+    temperature 1 even at temperature 0, so its answers are random; they are compared with temperature 1."""
     create = paradec.samplers.create
     for temperature, name in itertools.product((0, 1), paradec.samplers.get("s2d2").presets):
         request = {"temperature": float(temperature)}
@@ -428,15 +434,15 @@ def partly_verified() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def bias(sampler: CausalSampler, model: TableModel, rows: int, seed: int = 0) -> dict[str, Any]:
-    """Measure the total variation of a lossy method's answers, and its upper bound."""
-    method, deviating = watched(sampler)
+    """Measure the total variation distance of a lossy method's answers, and an upper bound of it."""
+    method, deviating = watch_deviations(sampler)
     result = test_case(method, model, rows, seed)
     share = len(np.unique(np.concatenate(deviating))) / (2 * rows)
     return result | {"total_variation_bound": share}
 
 
 def summary(exact: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarise p-values: the smallest one with Bonferroni's correction, and a test whether all are uniform."""
+    """Summarise the p-values: the smallest, with Bonferroni's correction, and a test that they are uniform."""
     p_values = [p for case in exact for p in case["p_values"]]
     return {
         "tests": len(p_values),
@@ -451,7 +457,7 @@ def summary(exact: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the grid and write the result."""
+    """Run all cases and write the result."""
     from provenance import write_result
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -463,7 +469,7 @@ def main() -> None:
     exact: list[dict[str, Any]] = []
     biased: list[dict[str, Any]] = []
 
-    def note(name: str, group: list[dict[str, Any]], case: dict[str, Any]) -> None:
+    def record(name: str, group: list[dict[str, Any]], case: dict[str, Any]) -> None:
         group.append({"case": name} | case | {"answers_per_test": options.rows})
         print(group[-1], flush=True)
         # write after every case, as a run may be interrupted
@@ -471,14 +477,14 @@ def main() -> None:
 
     for number, (name, sampler, model, request) in enumerate(cases()):
         if options.only in name:
-            note(name, exact, test_case(sampler, model, options.rows, seed=number, **request))
+            record(name, exact, test_case(sampler, model, options.rows, seed=number, **request))
     for name, sampler, model in lossy():
         if options.only in name:
-            note(name, biased, bias(sampler, model, options.rows))
+            record(name, biased, bias(sampler, model, options.rows))
     for name, sampler, request in partly_verified():
         if options.only in name:
             request = request | {"suppress_tokens": [5]}
-            note(name, biased, test_case(sampler, block_table(), options.rows, target=1.0, **request))
+            record(name, biased, test_case(sampler, block_table(), options.rows, target=1.0, **request))
     print(json.dumps(summary(exact), indent=1))
     if summary(exact)["smallest_p_corrected"] < 0.01:
         raise SystemExit("a sampler that should be exact is not")

@@ -8,17 +8,17 @@ Every kernel is checked against a float64 reference on new random inputs, then t
 - statistics: bytes of logits per second, as a share of a copy's in the same run, and the speed-up over the public
   codes' statistics at temperature 0 (argmax, softmax in float64, gather).
 - step: random models of LLaDA-8B's and Dream-7B's shape, bfloat16, a block of 32 at the end of 1024 positions with
-  stored keys and values. Measured are: forwards per second of paradec's loop ("eager") and of the captured step
-  ("graphed"), as shares of the limit by memory (at batch 8 also arithmetic); the share of the graphed step outside of
-  the model; the step with rows that do not fill their canvas ("padded": attention with a mask); a request that captures
-  its graphs, and one that reuses them; and for comparison a loop like the public codes': all 1024 positions at every
-  step, with a float64 softmax over them. Random weights are enough for times.
+  stored keys and values. Measured: forwards per second of paradec's loop ("eager") and of the captured step
+  ("graphed"), also as shares of the roofline; the share of the graphed step outside of the model; the step with rows
+  shorter than the canvas ("padded": attention with a mask); a request that captures its graphs, and a second request
+  that reuses them. For comparison, a loop like the public codes' evaluates all 1024 positions at every step, with a
+  float64 softmax. Random weights are enough for times.
 - sparsed: see benchmarks/gpu_sparsed.py.
 
-Writes one JSON file with the device's name and, if this is the default file, the tables of docs/results.md. Failures,
-and measurements that do not fit into a section's time, are listed under "problems" in it. Exit code 2 without a CUDA
-device, 1 with a problem. A dry run writes no tables, and JSON only with --out. With TRITON_INTERPRET=1 it runs the
-kernels, otherwise their references.
+Writes one JSON file with the device's name; without --out also the tables of docs/results.md. "problems" in the JSON
+file lists failures, and measurements for which a section's time was too short. The exit code is 2 without a CUDA
+device, 1 with a problem. A dry run writes no tables, and JSON only with --out; it runs the kernels with
+TRITON_INTERPRET=1, otherwise their references.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class Scale:
 
     checked_vocabularies: tuple[int, ...] = (8193, 50_257, 126_464, 152_064)
     checked_rows: tuple[tuple[int, float], ...] = ((1, 1.0), (37, 0.7), (300, 1.0))
-    """Number of rows, and temperature of the statistics."""
+    """(Number of rows, temperature) of each check."""
     vocabularies: tuple[int, ...] = (126_464, 152_064)
     rows: tuple[int, ...] = (32, 256, 1024)
     working_set: int = 800_000_000
-    """Bytes of logits that are read in turn: several times the second-level cache."""
+    """Total bytes of the logits tensors that are read in turn: several times the second-level cache."""
     copied: int = 2**31
-    """Bytes of the copy with which bandwidth is measured."""
+    """Number of bytes copied to measure bandwidth."""
     samplers: tuple[str, ...] = tuple(sorted(_with_device_step(paradec.samplers)))
     batches: tuple[int, ...] = (1, 8)
     block: int = 32
@@ -140,7 +140,7 @@ def check(holds: bool, what: str) -> None:
 
 
 def copy_bandwidth(device: torch.device, scale: Scale) -> float:
-    """Measure bytes per second, read plus written, of a copy."""
+    """Measure the memory bandwidth of a copy: bytes read plus bytes written, per second."""
     source = torch.empty(scale.copied, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     return 2 * scale.copied / (milliseconds(lambda _: target.copy_(source), device, scale.repeats) * 1e-3)
@@ -226,8 +226,8 @@ def run_statistics(section: Section, device: torch.device, copied: float, scale:
 
 
 def check_steps(device: torch.device, scale: Scale) -> int:
-    """Check captured decoding against the plain loop on small random models in float64, for two requests one after the
-    other: equal tokens and counts. Returns the number of checks."""
+    """Check that captured decoding and the plain loop give equal tokens and counts, on small random models in float64,
+    for two requests in sequence and for a refilled batch. Returns the number of checks."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     sizes = {
@@ -304,19 +304,19 @@ def build(name: str, device: torch.device, scale: Scale) -> Any:
 
 
 def roofline(model: Any, batch: int, peaks: tuple[float, float], scale: Scale) -> float:
-    """Upper bound of forwards per second: weights and stored keys and values are read once, and every weight takes two
-    operations per position."""
+    """Compute an upper bound of forwards per second, from `peaks` (bytes per second, operations per second): weights
+    and stored keys and values are read once, and every weight takes two operations per position."""
     config = model.module.config
     embedded = model.module.get_input_embeddings().weight.numel()
     weights = sum(parameter.numel() for parameter in model.module.parameters()) - embedded
     head = config.hidden_size // config.num_attention_heads
-    kept = 2 * config.num_hidden_layers * config.num_key_value_heads * head * scale.context * batch
+    stored = 2 * config.num_hidden_layers * config.num_key_value_heads * head * scale.context * batch
     attended = 4 * config.num_hidden_layers * config.hidden_size * scale.context * scale.block * batch
-    return 1 / max(2 * (weights + kept) / peaks[0], (2 * weights * scale.block * batch + attended) / peaks[1])
+    return 1 / max(2 * (weights + stored) / peaks[0], (2 * weights * scale.block * batch + attended) / peaks[1])
 
 
 class Steps:
-    """Timings of one model and batch size. Only steps inside a block count, after the forward that opened it."""
+    """Timings of steps of one model at one batch size. The first forward of the block, over the prompt, is left out."""
 
     def __init__(self, model: Any, batch: int, scale: Scale):
         self.model, self.batch, self.scale, self.device = model, batch, scale, model.device
@@ -349,8 +349,8 @@ class Steps:
         return {"eager_per_second": 1 / statistics.median(times[min(3, len(times) - 1) :])}
 
     def graphed(self, shorter: int = 0) -> dict[str, Any]:
-        """Time captured steps, including the host's wait after each; also the share outside of the model, and whether
-        the tokens equal the eager ones."""
+        """Time captured steps, with the host's wait after each; also compute the share of time outside of the model,
+        and whether the tokens equal those of `eager`. With `shorter`, prompts lack that many tokens."""
         state, batch = self.start(shorter), self.batch
         with torch.inference_mode():
             table = graphs.block_table(state)
@@ -358,7 +358,7 @@ class Steps:
             device = DeviceEngine(layout)
             device.load(self.model, state, table)
             device._run_step("full", batch, device.columns)
-            width = device.max_block_length + device.facts.shift  # what the cache `dual` reads again
+            width = device.max_block_length + device.facts.shift  # positions that the cache `dual` evaluates per step
             device._run_step("window", batch, width)  # captured here
             times = []
             while device.running.any():
@@ -387,7 +387,7 @@ class Steps:
         }
 
     def requests(self) -> dict[str, float]:
-        """Time a whole request that captures its graphs, and the next one."""
+        """Time a whole request that captures its graphs, and a second one that reuses them."""
         seconds = []
         for _ in range(2):
             state = self.start()
@@ -400,7 +400,7 @@ class Steps:
         return {"first_request_seconds": seconds[0], "next_request_seconds": seconds[1]}
 
     def plain(self) -> dict[str, float]:
-        """Time a loop like the public codes'."""
+        """Time a loop like those of the public codes, without stored keys and values."""
         model, block, mask = self.model, self.scale.block, self.model.facts.mask_token_id
         x = torch.full((self.batch, self.scale.context), mask, device=self.device)
         x[:, :-block] = torch.tensor(self.prompt, device=self.device)

@@ -2,18 +2,19 @@
 
     python benchmarks/gpu.py --only sparsed
 
-Checks: new random inputs (the seed is in the result), every dtype, grouped heads, odd lengths, empty lists, windows;
-each compared with softmax matrices in float64 of the same rounded inputs. Timings: an attention of LLaDA-8B's shape (32
-heads of 128, bfloat16, one row, 512 positions of answer, blocks of 128) at 8k to 64k positions. Queries and keys are
-random, so the lists of key blocks are, too: neighbouring queries share fewer keys than in a trained model.
+Checks: new random inputs (the seed is in the result), every dtype, grouped heads, odd lengths, empty lists, windows.
+Each result is compared with a full softmax in float64 over the same rounded inputs. Timings: an attention of LLaDA-8B's
+shape (32 heads of 128, bfloat16, one row, 512 positions of answer, blocks of 128) at 8k to 64k positions. Queries and
+keys are random, and so are the lists of key blocks that each query block reads: neighbouring queries share fewer keys
+than in a trained model.
 
-- "speed_up": ratio of flash attention's time to that of a sparse step's attention; "ideal" is the same ratio for
-  multiplications. "flex_speed_up" is that of PyTorch's compiled flex_attention with the same lists (`backend="flex"`),
-  "flex_difference" its largest difference to paradec's kernel.
-- "estimation": additional time of the step that finds the lists, in flash attentions.
-- "window_speed_up": a block cache's step, 32 queries over all keys, compared with PyTorch's choice for full attention.
-- "end_to_end_T": speed-up of one transformer layer (only its matrix products and attention) over T steps, of which
-  SparseD's 20 % are dense and one finds lists, compared with T dense steps: the gain of a request, not of a step.
+- "speed_up": flash attention's time over that of the sparse attention; "ideal" is the ratio of multiplications.
+  "flex_speed_up" is the speed-up of PyTorch's compiled flex_attention with the same lists (`backend="flex"`),
+  "flex_difference" the largest difference of its output to that of paradec's kernel.
+- "estimation": additional time of the step that finds the lists, as a multiple of flash attention's time.
+- "window_speed_up": speed-up of a block cache's step, 32 queries over all keys, over PyTorch's default full attention.
+- "end_to_end_T": speed-up of one transformer layer (only its matrix products and attention) over a request of T steps.
+  As in SparseD, 20 % of its steps are dense and one finds the lists; the base is T dense steps.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from paradec.kernels.block_sparse.reference import reference_attention, referenc
 
 SHARES = (0.1, 0.3, 0.5)
 FLEX_SHARE = 0.3
-"""The share for which flex_attention is measured, which takes long to compile."""
+"""The only share for which flex_attention is measured, since it takes long to compile."""
 SKIP, STEPS = 0.2, (128, 1024)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest difference of outputs of magnitude one; bfloat16 has 8 bits."""
+"""Largest allowed difference of outputs of magnitude 1; bfloat16 has 8 bits of precision."""
 MEANS_TOLERANCE = 1e-5
 
 
@@ -104,7 +105,7 @@ def inputs(
 
 
 def difference(output: Tensor, expected: Tensor) -> float:
-    """Compute the largest absolute difference; that of equal infinities is 0."""
+    """Compute the largest absolute difference; equal infinities count as 0."""
     same = output.double() == expected
     return float(torch.where(same, 0.0, (output.double() - expected).abs()).max())
 
@@ -151,7 +152,7 @@ def check(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 
 
 def layer_products(length: int, device: torch.device, scale: Scale) -> Callable[[int], Any]:
-    """Build a function with the matrix products of one layer, except attention."""
+    """Build a function that computes the matrix products of one layer, without attention."""
 
     def weight(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=scale.dtype)
@@ -173,9 +174,9 @@ def layer_products(length: int, device: torch.device, scale: Scale) -> Callable[
 
 
 def measure(section: Section, length: int, device: torch.device, scale: Scale) -> list[dict[str, Any]]:
-    """Measure one length: a row for each share of selected blocks."""
+    """Measure one length; return a row for each share of selected blocks."""
     size, backend = scale.size, kernel_backend(device)
-    # the memory layout of projections: position by position
+    # heads are strided as in the output of a projection: [1, length, heads, width] in memory
     query, key, value = (
         torch.randn(1, length, scale.heads, scale.width, device=device, dtype=scale.dtype).transpose(1, 2)
         for _ in range(3)
@@ -250,7 +251,7 @@ def measure(section: Section, length: int, device: torch.device, scale: Scale) -
 
 
 def run(section: Section, device: torch.device, scale: Scale) -> dict[str, Any]:
-    """Run the checks, then the timings: "checks", "rows" and "seed". Nothing is timed if a check fails."""
+    """Run the checks, then the timings; return "checks", "rows" and "seed". If a check fails, nothing is timed."""
     seed = time.time_ns() % 2**31
     generator = torch.Generator(device).manual_seed(seed)
     checks, rows = [], []

@@ -3,11 +3,12 @@
     python benchmarks/headline.py [--batch 20]
 
 A sampler that commits a fixed number of tokens per step fills whole blocks. The packaged model's answers have 7.6
-tokens on average, so in blocks of 32 most of its forwards decide padding. Here every such sampler commits one, two or
-four tokens per step in blocks of several lengths, and one per step also in blocks that end where the model predicts
-the end of the text. The setting with the fewest forwards is chosen among those that lose at most `MAX_LOSS` right
-answers to `threshold` at its defaults, on the prompts of benchmarks/results/compare.json. It is measured again on the
-other prompts of benchmarks/compare_heldout.py. The baseline, one token per step, is chosen in the same way.
+tokens on average, so in blocks of 32 most forwards only commit padding. This benchmark runs every such sampler with
+one, two or four tokens per step in blocks of several lengths, and with one token per step also in blocks that end where
+the model predicts the end of the text. On the prompts of benchmarks/results/compare.json, the setting with the fewest
+forwards is chosen among those that lose at most `MAX_LOSS` right answers to `threshold` at its defaults. It is then
+measured on the other prompts of benchmarks/compare_heldout.py. The block length of the baseline, one token per step, is
+chosen in the same way.
 
 Writes benchmarks/results/headline.json.
 """
@@ -31,13 +32,13 @@ BLOCKS = (1, 2, 4, 8, 16, 32)
 TOKENS = (1, 2, 4)
 """Numbers of tokens per step."""
 BASELINE = "low_confidence"
-"""One token per step, the most confident first."""
+"""Commits the most confident token at each step."""
 SCHEDULES = (BASELINE, *"random origin maskgit_plus topk_margin entropy margin maskgit halton recap".split())
-"""Samplers whose number of tokens per step is set by `steps`."""
+"""Samplers that commit a number of tokens per step that the request's `steps` fixes."""
 
 
 def candidates(sampler: str, end: int) -> list[Configuration]:
-    """List a sampler's settings; `end` is the id of the end token. Only the baseline has all of `BLOCKS`."""
+    """List a sampler's configurations; `end` is the end token's id. Only the baseline gets all of `BLOCKS`."""
     entries = []
     lengths = BLOCKS if sampler == BASELINE else (4, 8, 16)
     for tokens in TOKENS:
@@ -57,8 +58,8 @@ def row(result: Any) -> dict[str, Any]:
 
 
 def best(rows: list[dict[str, Any]], least: int) -> dict[str, Any]:
-    """Select the row with the fewest forwards among rows with at least `least` right answers; of equal ones, the most
-    accurate."""
+    """Select the row with the fewest forwards among those with at least `least` right answers; ties go to the most
+    right answers."""
     return min((row for row in rows if row["right"] >= least), key=lambda row: (row["forwards"], -row["right"]))
 
 
@@ -84,10 +85,10 @@ def main() -> None:
         of_sampler = [row for row in choosing[1:] if row["sampler"] == name]
         if any(row["right"] >= least for row in of_sampler):
             best_rows.append(best(of_sampler, least))
-    named = {"end at the end token": AdaptiveBlocks(32, delimiters=(end,))}
+    policies = {"end at the end token": AdaptiveBlocks(32, delimiters=(end,))}
     wanted = []
     for row_ in sorted(best_rows, key=lambda row: "blocks" in row["changes"]):
-        changes = {name: named.get(value, value) for name, value in row_["changes"].items()}
+        changes = {name: policies.get(value, value) for name, value in row_["changes"].items()}
         wanted.append(Configuration(row_["sampler"], changes))
     wanted.append(Configuration(BASELINE, {"block_length": 32}))  # the cost of filling whole blocks
     reporting = measured(wanted, other_questions())

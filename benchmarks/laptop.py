@@ -1,20 +1,20 @@
-"""A masked diffusion model of full width on a CPU: paradec's int8 beside llama.cpp's `llama-diffusion-cli`.
+"""A masked diffusion model of full width on a CPU: paradec's int8 compared with llama.cpp's `llama-diffusion-cli`.
 
     python benchmarks/laptop.py --cli build/bin/llama-diffusion-cli --layers 32 --folder big/
 
-Writes a random LLaDA-8B of `--layers` layers (4,096 wide, 12,288 inside, 126,464 words) as GGUF Q8_0, and with
-`llama-quantize` beside the cli as Q4_0; `--model FILE.gguf` takes a real Q8_0 LLaDA instead. Both programs read the
-same Q8_0 file; paradec keeps int8 weights of it. They run in turns, each in a process of its own:
+Writes a random LLaDA-8B of `--layers` layers (hidden size 4,096, intermediate size 12,288, vocabulary 126,464) as GGUF
+Q8_0, and converts it to Q4_0 with the `llama-quantize` in the cli's folder; `--model FILE.gguf` takes a real Q8_0 LLaDA
+instead. paradec loads the Q8_0 file as int8 weights. The programs run in turns, each in a separate process. Measured:
 
-- a forward: all logits of 96, 192 and 512 positions. The cli has masks at the last three alone, so that it samples
+- a forward: all logits of 96, 192 and 512 positions. The cli gets only three masks, at the end, so that it samples
   little; its first step, which maps the file, is left out.
-- an answer of 64 and 128 tokens after 64, in blocks of 32, one token a step; paradec also with `cache="dual"`, and so
-  with 2.5 tokens a step. Random weights are never sure, so tokens a step are an assumption, not a result.
-- seconds until the first step, and the peak of memory without pages of files (RssAnon of /proc/PID/status).
-- paradec's load from bfloat16 files with `--save`, which writes them.
+- an answer of 64 and 128 tokens to a prompt of 64, in blocks of 32, one token per step. paradec also runs with
+  `cache="dual"`, at one and at 2.5 tokens per step; 2.5 is an assumption, since random weights are never confident.
+- seconds until the first step, and the peak of memory without mapped files (RssAnon in /proc/PID/status).
+- with `--save`: paradec writes the model as bfloat16 files, and loads them.
 
-CPU seconds and wall time of every turn are written with the load of the machine; the table has the least.
-Writes benchmarks/results/laptop.json and prints the table.
+Writes CPU seconds and wall time of every turn, and the machine's load, to benchmarks/results/laptop.json. Prints a
+table of the least CPU seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OURS = {
 
 
 def write_gguf(path: Path, layers: int) -> None:
-    """Write a random LLaDA in Q8_0, norms in float32; deviation 1 / sqrt(inputs)."""
+    """Write a random LLaDA: matrices in Q8_0 with standard deviation 1 / sqrt(inputs), norms in float32."""
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
     from tokenizers.pre_tokenizers import ByteLevel
@@ -99,7 +99,7 @@ def write_gguf(path: Path, layers: int) -> None:
 
 
 def save_bfloat16(file: Path, folder: Path) -> None:
-    """Write the checkpoint of a GGUF file in bfloat16, one tensor in memory at a time."""
+    """Convert a GGUF file to a bfloat16 checkpoint, with one tensor in memory at a time."""
     from paradec.models.gguf import read_gguf
     from paradec.models.saving import write_safetensors
 
@@ -113,7 +113,7 @@ def save_bfloat16(file: Path, folder: Path) -> None:
 
 
 def chunks(rows: int, size: int = 4096) -> Iterator[int]:
-    """Counts of rows, `size` but for the last."""
+    """Yield the lengths of parts of `rows` rows: `size`, and what remains."""
     yield from (min(size, rows - first) for first in range(0, rows, size))
 
 
@@ -126,7 +126,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class MemoryWatch(threading.Thread):
-    """The most RssAnon of a process, in bytes, looked at 20 times a second."""
+    """Thread that records the peak RssAnon of a process, in bytes, 20 times a second."""
 
     def __init__(self, pid: int):
         super().__init__(daemon=True)
@@ -141,8 +141,8 @@ class MemoryWatch(threading.Thread):
                 time.sleep(0.05)
 
 
-class Ours:
-    """A process with the model loaded by paradec."""
+class ParadecProcess:
+    """Process of `work`, which loads the model with paradec and runs tasks."""
 
     def __init__(self, model: Path, threads: int):
         command = [sys.executable, __file__, "--worker", str(model), "--threads", str(threads)]
@@ -151,13 +151,13 @@ class Ours:
         self.loaded = self._read()
 
     def run(self, **task: Any) -> dict[str, float]:
-        """Run a task of `work`: wall and CPU seconds, and forwards."""
+        """Run a task of `work`; return wall and CPU seconds, and forwards."""
         self.process.stdin.write(json.dumps(task) + "\n")  # type: ignore[union-attr]
         self.process.stdin.flush()  # type: ignore[union-attr]
         return self._read()
 
     def close(self) -> dict[str, float]:
-        """End the process. Returns seconds of its load, and the peak of memory."""
+        """End the process. Returns the seconds that loading took, and the peak memory in bytes."""
         self.process.communicate()
         return self.loaded | {"memory": self.memory.peak}
 
@@ -169,7 +169,8 @@ class Ours:
 
 
 def work(source: str, threads: int) -> None:
-    """Load a model; carry out tasks of standard input: {"positions"} evaluates, {"tokens", ...} decodes."""
+    """Load a model, then run one task per line of standard input: {"positions": n} evaluates n positions, {"tokens": n,
+    "way": key of `OURS`} decodes n tokens. Prints the seconds of the load and of each task as JSON."""
     import paradec
     from paradec.core.query import Query
 
@@ -177,11 +178,11 @@ def work(source: str, threads: int) -> None:
     start, cpu_start = time.monotonic(), time.process_time()
     model = paradec.load(source, quantization=None if source.endswith(".gguf") else "int8")
 
-    def answer(**counts: int) -> None:
+    def report(**counts: int) -> None:
         times = {"wall": time.monotonic() - start, "cpu": time.process_time() - cpu_start}
         print(json.dumps(times | counts), flush=True)
 
-    answer()
+    report()
     for line in sys.stdin:
         task = json.loads(line)
         length = task.get("positions", PROMPT)
@@ -189,19 +190,19 @@ def work(source: str, threads: int) -> None:
         start, cpu_start = time.monotonic(), time.process_time()
         if "positions" in task:
             model(Query(np.array([0]), ids.unsqueeze(0), torch.arange(length).unsqueeze(0)))
-            answer(forwards=1)
+            report(forwards=1)
         else:
             tokens, request = task["tokens"], dict(OURS[task["way"]])
             steps = -(-tokens // request.pop("per_step", 1))
             settings = {"max_new_tokens": tokens, "block_length": BLOCK, "steps": int(steps), "eos_early_stop": False}
-            answer(forwards=int(paradec.generate(model, ids.tolist(), **settings, **request).nfe))
+            report(forwards=int(paradec.generate(model, ids.tolist(), **settings, **request).nfe))
 
 
 def run_cli(
     cli: Path, model: Path, threads: int, prompt: int, length: int, steps: int, last: int, *schedule: str
 ) -> dict[str, Any]:
-    """Run llama-diffusion-cli until step `last` begins: wall and CPU seconds at the beginning of each step, and the
-    peak of memory."""
+    """Run llama-diffusion-cli until step `last` begins. Returns "points", (wall, CPU) seconds at the beginning of each
+    step; "load", those of step 0; and the peak "memory" in bytes."""
     command: list[Any] = [cli, "-m", model, "-p", "a" * prompt, "-t", threads, "-tb", threads, "--temp", 0]
     command += ["-ub", length, "-b", length, "-c", length, "--diffusion-steps", steps, *schedule]
     start = time.monotonic()
@@ -218,11 +219,11 @@ def run_cli(
 
 
 def time_cli(cli: Path, model: Path, threads: int, **task: Any) -> dict[str, Any]:
-    """A task as of `work`, by llama-diffusion-cli."""
+    """Time a task of `work` with llama-diffusion-cli."""
     if length := task.get("positions"):
         first, last, forwards = 1, 2, 1
         result = run_cli(cli, model, threads, length - 3, length, 3, last, "--diffusion-eps", "0.001")
-    else:  # its blocks are counted as if the prompt were answered too: steps after the answer are left out
+    else:  # the cli also plans a step for each token of the prompt; it is stopped after the steps of the answer
         forwards, length = task["tokens"], PROMPT + task["tokens"]
         first, last = 0, forwards
         result = run_cli(cli, model, threads, PROMPT, length, length, last, "--diffusion-block-length", str(BLOCK))
@@ -235,7 +236,7 @@ def time_cli(cli: Path, model: Path, threads: int, **task: Any) -> dict[str, Any
 
 
 def measure(arguments: argparse.Namespace, files: dict[str, Path]) -> list[dict[str, Any]]:
-    """All tasks in turns: a row for each run of each program."""
+    """Run all tasks in turns; return a row for each run of each program."""
     tasks: list[dict[str, Any]] = [{"positions": length} for length in arguments.positions]
     tasks += [{"tokens": tokens} for tokens in arguments.answers]
     rows: list[dict[str, Any]] = []
@@ -245,7 +246,7 @@ def measure(arguments: argparse.Namespace, files: dict[str, Path]) -> list[dict[
         print(rows[-1], file=sys.stderr, flush=True)
 
     for threads in arguments.threads:
-        ours = Ours(files["Q8_0"], threads)
+        ours = ParadecProcess(files["Q8_0"], threads)
         for turn in range(arguments.turns):
             for task in tasks:
                 runs = [("paradec", {"way": way}) for way in (OURS if "tokens" in task else ["forward"])]
@@ -261,13 +262,13 @@ def measure(arguments: argparse.Namespace, files: dict[str, Path]) -> list[dict[
         )
     if arguments.save:
         save_bfloat16(files["Q8_0"], arguments.folder / "bfloat16")
-        loaded = Ours(arguments.folder / "bfloat16", 1).close()
+        loaded = ParadecProcess(arguments.folder / "bfloat16", 1).close()
         record("paradec from bfloat16", 1, load_wall=loaded["wall"], load_cpu=loaded["cpu"], memory=loaded["memory"])
     return rows
 
 
 def build_table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: the least CPU seconds of each task by program, and the most memory in GB."""
+    """Format a Markdown table: the least CPU seconds of each task by program, and the peak memory in GB."""
     table: dict[tuple[int, str], dict[str, str]] = {}
 
     def add(threads: int, name: str, column: str, chosen: list[dict[str, Any]], field: str) -> None:
@@ -297,7 +298,7 @@ def build_table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cli", type=Path)
-    parser.add_argument("--folder", type=Path, default=Path("laptop"), help="where the files go, which stay")
+    parser.add_argument("--folder", type=Path, default=Path("laptop"), help="folder of the model files; they are kept")
     parser.add_argument("--model", type=Path, help="a Q8_0 file instead of a random one")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--turns", type=int, default=2)
@@ -305,8 +306,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, nargs="*", default=default)
     parser.add_argument("--kinds", nargs="*", default=["Q4_0", "Q8_0"])
     parser.add_argument("--save", action="store_true", help="write bfloat16 files and load them as int8, too")
-    parser.add_argument("--name", default="laptop", help="of the result")
-    parser.add_argument("--extend", action="store_true", help="add to the runs of the result")
+    parser.add_argument("--name", default="laptop", help="file name of the result")
+    parser.add_argument("--extend", action="store_true", help="add the runs to an existing result")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:

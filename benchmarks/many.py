@@ -2,14 +2,16 @@
 
     python benchmarks/many.py [--prompts 500] [--flat 2000] [--out benchmarks/results/many.json]
 
-The packaged model on one thread, one token per step (`low_confidence`), so a row takes as many steps as its answer has
-tokens: 4 to 128, drawn uniformly, without early stops. A fixed batch is the same `Batch`, which gets new prompts only
-when all its rows have ended. So both take the same steps for each row, and only the number of rows per step differs.
-The number of slots is steps times batch size, with empty slots. A step of rows of different lengths may take several
-calls (`calls_per_step`), so calls times batch size are counted, too. Times are CPU times of the process
-(`time.process_time`) and wall times, of both in one run, in turns of a hundred prompts.
+The packaged model runs on one thread with one token per step (`low_confidence`). So a row takes as many steps as its
+answer has tokens: 4 to 128, drawn uniformly, without early stops. A refilled batch gives the slot of a row that has
+ended to the next prompt. A fixed batch gets new prompts only when all its rows have ended; apart from that it is the
+same `Batch`, so each row takes the same steps.
 
-`flat` is the resident memory of the process after every tenth of the prompts; `occupancy` the share of slots with a
+"slots" is steps times batch size, empty slots included. A step of rows of different lengths may take several calls of
+the model (`calls_per_step`), so calls times batch size are counted, too. Times are CPU times of the process
+(`time.process_time`) and wall times. The two kinds of batches alternate in one run, in turns of a hundred prompts.
+
+"flat" has the resident memory of the process after every tenth of the prompts; "occupancy" the share of slots with a
 row, for batches of 1 to 64.
 """
 
@@ -44,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def prompts(count: int, longest: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Make arguments of `Batch.add`: prompts that the packaged model knows, with answers of different lengths."""
+    """Draw arguments of `Batch.add`: prompts of the packaged model's tasks, with different `max_new_tokens`."""
     draw = random.Random(seed)
     words = ["pear", "fig", "apple", "kiwi", "plum", "lemon", "mango", "peach", "grape", "melon"]
     entries = []
@@ -55,16 +57,16 @@ def prompts(count: int, longest: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 class Meter:
-    """Runner of a batch that counts its costs."""
+    """Batch with counters of its steps, rows, calls and seconds."""
 
     def __init__(self, model: Any, size: int, **request: Any):
         self.calls = 0
-        self.batch = Batch(Counted(model, self), batch_size=size, **request)
+        self.batch = Batch(CountedModel(model, self), batch_size=size, **request)
         self.size, self.steps, self.rows = size, 0, 0
         self.cpu = self.wall = 0.0
 
     def run(self, entries: list[dict[str, Any]], fixed: bool) -> list[Ticket]:
-        """Answer all prompts: with rows refilled one by one, or (`fixed`) whole batches at once."""
+        """Answer all prompts, in a refilled batch or in fixed ones."""
         begin = time.process_time(), time.perf_counter()
         groups: Iterable[list[dict[str, Any]]] = [entries]
         if fixed:
@@ -93,8 +95,8 @@ class Meter:
         }
 
 
-class Counted:
-    """Model with counted calls."""
+class CountedModel:
+    """Wrapper of a model that counts its calls in a meter."""
 
     def __init__(self, model: Any, meter: Meter):
         self.model, self.meter = model, meter
@@ -107,8 +109,8 @@ class Counted:
         return self.model(query, *store)
 
 
-def beside(model: Any, count: int, size: int, longest: int, calls_per_step: int = 3, **request: Any) -> dict[str, Any]:
-    """Compare refilled batches with fixed ones, in turns, on the same prompts."""
+def compare(model: Any, count: int, size: int, longest: int, calls_per_step: int = 3, **request: Any) -> dict[str, Any]:
+    """Compare refilled with fixed batches on the same prompts, in turns."""
     settings = {**REQUEST, **request, "calls_per_step": calls_per_step}
     meters = {name: Meter(model, size, **settings) for name in ("refilled", "fixed")}
     entries = prompts(count, longest)
@@ -134,7 +136,7 @@ def beside(model: Any, count: int, size: int, longest: int, calls_per_step: int 
     }
 
 
-def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
+def measure_memory(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
     """Measure the memory of the process while it answers many prompts."""
 
     def source() -> Iterator[dict[str, Any]]:
@@ -142,22 +144,23 @@ def flat(model: Any, count: int, size: int, longest: int) -> dict[str, Any]:
             yield from prompts(TURN, longest, seed=part + 1)
 
     many = paradec.generate_many(model, source(), batch_size=size, **REQUEST)
-    held, answered = [], 0
+    entries, answered = [], 0
     for answered, _ in enumerate(many, start=1):
         if answered % max(1, count // 10) == 0:
             gc.collect()
-            held.append({"prompts": answered, "resident_bytes": resident()})
-    later = [entry["resident_bytes"] for entry in held[1:]]
+            entries.append({"prompts": answered, "resident_bytes": resident()})
+    later = [entry["resident_bytes"] for entry in entries[1:]]
     return {
         "prompts": answered,
         "batch_size": size,
-        "held": held,
+        "held": entries,
         "last_over_second": later[-1] / later[0] if later else None,
     }
 
 
 def occupancy(model: Any, longest: int) -> list[dict[str, Any]]:
-    """Measure the occupancy of batches of several sizes, including their end; each gets eight prompts per slot."""
+    """Measure the occupancy of batches of several sizes, which each get eight prompts per slot. The steps at the end,
+    when no prompts wait any more, are included."""
     rows = []
     for size in (1, 2, 4, 8, 16, 32, 64):
         meter = Meter(model, size, **REQUEST)
@@ -170,18 +173,18 @@ def occupancy(model: Any, longest: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--prompts", type=int, default=500)
-    parser.add_argument("--flat", type=int, default=2000)
+    parser.add_argument("--flat", type=int, default=2000, help="prompts of the memory measurement")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--longest", type=int, default=LONGEST)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "many.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = paradec.load(dtype="float64")  # with float32 answers could differ at near-ties
+    model = paradec.load(dtype="float64")  # in float32, near-ties could make answers differ
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
     result["dtype"] = "float64"
     sizes = (args.prompts, args.batch, args.longest)
-    result["beside"] = {name: beside(model, *sizes, **case) for name, case in CASES.items()}
-    result["flat"] = flat(model, args.flat, args.batch, min(args.longest, 16))
+    result["beside"] = {name: compare(model, *sizes, **case) for name, case in CASES.items()}
+    result["flat"] = measure_memory(model, args.flat, args.batch, min(args.longest, 16))
     result["occupancy"] = occupancy(model, args.longest)
     write_result(args.out, result)
     print(many_table(result), occupancy_table(result), sep="\n\n")

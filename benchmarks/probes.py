@@ -1,23 +1,24 @@
-"""Ranking of schedules, step masks and measuring rules for diffusion transformers, on held-out noise.
+"""Ranking of rules for when to evaluate a diffusion transformer (schedules, step masks, thresholds), on held-out noise.
 
     python benchmarks/probes.py [--models digits FLUX ...] [--seeds 16] [--steps 28]
 
 The packaged DiT of digits (guidance 2, its DDIM scheduler) and small FLUX, Wan, SD3 and PixArt transformers of five
-blocks with random weights (Euler steps) denoise noise of many seeds and prompts. Every method ("way") of deciding when
-to evaluate has several settings (intervals; thresholds, bisected towards the budget). On one half of the seeds, the
-setting with the smallest error is chosen among those that evaluate at most as many steps as a budget; its results on
+blocks with random weights (Euler steps) denoise noise of many seeds and prompts. A full run evaluates every step. Every
+method ("way") has several settings: intervals, or thresholds that are bisected towards the budget. On one half of the
+seeds, the setting with the smallest error is chosen among those that evaluate at most `budget` steps; its results on
 the other half are reported. Published settings are reported unchanged.
 
 - error: |latent - full run's| / |full run's - the noise|; mean and 95 % interval (Student's t) over seeds.
-- over even: ratio of this error to that of evenly spread evaluations of as many steps ("even, module, taylor 1"), on
-  the same noise; geometric mean and its 95 % interval.
-- evaluated: steps of a run at which all blocks are evaluated (blocks of a probe are not counted here).
+- over_even: this error over that of as many evenly spread evaluations ("even, module, taylor 1"), on the same noise;
+  geometric mean and its 95 % interval.
+- evaluated: number of steps of a run at which all blocks are evaluated. Some rules also evaluate a few blocks (probes)
+  at other steps, which do not count.
 - blocks: share of the full run's block evaluations, including those of probes.
-- CPU seconds of a run, as a share of the full run's, on one thread: on every seed all methods and the full run take
-  turns; median of the ratios within a turn.
+- cpu: CPU time of a run over the full run's, on one thread; median over seeds. On every seed all methods and the full
+  run take turns.
 
 Budgets are the evaluated steps of cache-dit's masks "ultra" and "fast" at 28 steps. MagCache's ratios are the mean over
-the choosing runs. Writes benchmarks/results/probes.json.
+full runs on the choosing seeds. Writes benchmarks/results/probes.json.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from paradec.samplers.forecast.step_schedule import step_mask
 MODELS = ("digits", "FLUX", "Wan", "SD3", "PixArt")
 BUDGETS = (8, 11)
 LEVELS, HALVINGS = (0.02, 2.0), 5
-"""Range of thresholds, and number of bisection steps."""
+"""Range in which thresholds are bisected, and number of bisection steps."""
 T95 = {4: 3.182, 6: 2.571, 8: 2.365, 10: 2.262, 12: 2.201, 16: 2.131, 20: 2.093}
-"""Student's t, two-sided, by the number of seeds."""
+"""Two-sided 95 % quantile of Student's t, by number of seeds."""
 
 
 def even(steps: int, count: int) -> list[int]:
@@ -90,30 +91,30 @@ def build(name: str) -> nn.Module:
 
 
 def call_inputs(name: str, seed: int) -> dict[str, Tensor]:
-    """Make the arguments of a call, except the timestep: noise and prompt of a seed."""
-    if name == "digits":  # two of the ten classes in turn, the same ones in both halves
+    """Make the arguments of a call, except the timestep: the noise and the prompt of a seed."""
+    if name == "digits":  # two of the ten classes; seeds 2 k and 2 k + 1, one of each half, have the same classes
         first = seed // 2 * 2 % 10
         noise = inputs(name, seed)["hidden_states"][:2]
         return {"hidden_states": noise, "class_labels": torch.tensor([first, first + 1])}
     if name not in ("SD3", "PixArt"):
         return inputs(name, seed)
     draw = torch.Generator().manual_seed(seed)
-    found = {
+    arguments = {
         "hidden_states": torch.randn(1, 4, 16, 16, generator=draw),
         "encoder_hidden_states": torch.randn(1, 16, 32, generator=draw),
     }
     if name == "SD3":
-        found["pooled_projections"] = torch.randn(1, 32, generator=draw)
-    return found
+        arguments["pooled_projections"] = torch.randn(1, 32, generator=draw)
+    return arguments
 
 
 Settings = dict[str, Any]
 EVEN = "even, module, taylor 1"
-"""The method with which others are compared."""
+"""The method whose errors are the denominators of "over_even"."""
 
 
 def ways(steps: int) -> dict[str, list[Settings]]:
-    """Settings of `Forecast` by method, for methods that follow a schedule."""
+    """List candidate settings of `Forecast` by method, for methods with a fixed schedule."""
     spread = [{"when": even(steps, count)} for count in BUDGETS]
     masks = [{"when": step_mask(name, steps)} for name in ("ultra", "fast")]
     stack, reuse = {"where": "stack"}, {"where": "stack", "how": "reuse"}
@@ -130,7 +131,7 @@ def ways(steps: int) -> dict[str, list[Settings]]:
 
 
 def rules(ratios: Any, steps: int) -> dict[str, Callable[[float], Settings]]:
-    """Settings of `Forecast` by method, as functions of a threshold, for methods that measure."""
+    """Build settings of `Forecast` as functions of a threshold, by method, for methods that decide by a measurement."""
     return {
         "FirstBlock": lambda level: {"when": FirstBlock(level)},
         "FirstBlock, taylor 1": lambda level: {"when": FirstBlock(level), "how": "taylor"},
@@ -143,7 +144,8 @@ def rules(ratios: Any, steps: int) -> dict[str, Callable[[float], Settings]]:
 
 
 def published(ratios: Any, steps: int) -> dict[str, Settings]:
-    """Settings of public codes and papers; DBCache's Fn is 8 there, more than the number of blocks here."""
+    """List settings of public codes and papers by name. DBCache's published Fn, 8, exceeds these models' five blocks,
+    so Fn is 1."""
     named = {f"step mask {name}, module, taylor 1": {"when": step_mask(name, steps)} for name in ("slow", "medium")}
     return named | {
         "TaylorSeer: ours, interval 5": {},
@@ -162,7 +164,8 @@ def published(ratios: Any, steps: int) -> dict[str, Settings]:
 
 
 def run(name: str, module: nn.Module, settings: Settings | None, steps: int, seed: int) -> dict[str, Any]:
-    """Make one run: latent, evaluated steps, share of block evaluations, CPU seconds. settings: None is a full run."""
+    """Denoise once: "latent", CPU "seconds", "evaluated" steps and share of "blocks". With settings=None every step is
+    evaluated, and only the first two are returned."""
     arguments = call_inputs(name, seed)
     if settings is None:
         began = time.process_time()
@@ -179,7 +182,7 @@ def run(name: str, module: nn.Module, settings: Settings | None, steps: int, see
 
 
 def away(name: str, latent: Tensor, seed: int, plain: dict[int, Tensor]) -> float:
-    """Compute the error of a latent."""
+    """Compute the error of a latent; `plain` has the full runs' latents by seed."""
     return float((latent - plain[seed]).norm() / (plain[seed] - call_inputs(name, seed)["hidden_states"]).norm())
 
 
@@ -190,30 +193,31 @@ def interval(values: list[float]) -> list[float]:
 
 
 def ratio(errors: list[float], beside: list[float]) -> list[float]:
-    """Compute the geometric mean of the ratios, and its 95 % interval."""
+    """Compute the geometric mean of errors / beside, seed by seed, and its 95 % interval."""
     mean, half = interval([math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(errors, beside, strict=True)])
     return [math.exp(mean), math.exp(mean - half), math.exp(mean + half)]
 
 
 def choose(name: str, module: nn.Module, ratios: Any, steps: int, seeds: list[int], plain: dict[int, Tensor]) -> Any:
-    """Choose settings on these seeds, by method and budget; methods without a fitting setting are left out."""
+    """Choose settings on these seeds: {method: {budget: settings}}. Methods that exceed the budget with every setting
+    are left out."""
 
-    def tried(settings: Settings) -> tuple[float, float, Settings]:
+    def measure(settings: Settings) -> tuple[float, float, Settings]:
         runs = [run(name, module, settings, steps, seed) for seed in seeds]
         errors = [away(name, one["latent"], seed, plain) for one, seed in zip(runs, seeds, strict=True)]
         return statistics.fmean(one["evaluated"] for one in runs), statistics.fmean(errors), settings
 
-    candidates = {way: [tried(entry) for entry in settings] for way, settings in ways(steps).items()}
+    candidates = {way: [measure(entry) for entry in settings] for way, settings in ways(steps).items()}
     for way, settings_of in rules(ratios, steps).items():
-        found: dict[float, tuple[float, float, Settings]] = {}
+        by_level: dict[float, tuple[float, float, Settings]] = {}
         for budget in BUDGETS:  # bisect the threshold on a logarithmic scale
             low, high = LEVELS
             for _ in range(HALVINGS):
                 level = math.sqrt(low * high)
-                if level not in found:
-                    found[level] = tried(settings_of(level))
-                low, high = (level, high) if found[level][0] > budget else (low, level)
-        candidates[way] = list(found.values())
+                if level not in by_level:
+                    by_level[level] = measure(settings_of(level))
+                low, high = (level, high) if by_level[level][0] > budget else (low, level)
+        candidates[way] = list(by_level.values())
     chosen: dict[str, dict[int, Settings]] = {}
     for way, entries in candidates.items():
         for budget in BUDGETS:
@@ -224,7 +228,7 @@ def choose(name: str, module: nn.Module, ratios: Any, steps: int, seeds: list[in
 
 
 def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
-    """Measure every method at every budget, with settings chosen on even seeds, and published settings on odd seeds."""
+    """Measure, on odd seeds, published settings and every method at every budget with settings chosen on even seeds."""
     module = build(name)
     choosing, reporting = [seed for seed in range(seeds) if seed % 2 == 0], [s for s in range(seeds) if s % 2]
     plain = {seed: run(name, module, None, steps, seed)["latent"] for seed in range(seeds)}
@@ -245,7 +249,7 @@ def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
         key: [away(name, one["latent"], seed, plain) for one, seed in zip(runs[key], reporting, strict=True)]
         for key in contestants
     }
-    found = []
+    rows = []
     for way, budget in contestants:
         mine = runs[way, budget]
         row = {
@@ -259,9 +263,9 @@ def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
         }
         if budget is not None:
             row["over_even"] = ratio(errors[way, budget], errors[EVEN, budget])
-        found.append(row)
+        rows.append(row)
         print(row, flush=True)
-    return found
+    return rows
 
 
 def main() -> None:

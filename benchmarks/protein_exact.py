@@ -1,14 +1,14 @@
-"""Calls of the exact samplers that design proteins, and CPU time compared with the public code's `sample`.
+"""Model calls of exact samplers on ProteinMPNN, and CPU time compared with `sample` of LigandMPNN's public code.
 
     python benchmarks/protein_exact.py --weights proteinmpnn_v_48_020.pt --public .../ligandmpnn
 
-The designs of the samplers in `SAMPLERS` equal those of one residue per step (`jacobi`: the same tokens for equal
-noise) or have the same distribution. All residues of the chains of benchmarks/data/backbones are designed, and of
-`assembled`: 500 residues of several chains, side by side in one structure.
+`jacobi` returns the designs of decoding one residue per step with the same noise; the other samplers in `SAMPLERS`
+have the same distribution. All residues of the chains of benchmarks/data/backbones are designed, and of `assembled`:
+500 residues of several chains, side by side in one structure.
 
-Calls: for `ORDERS` seeds of `jacobi` (`OTHERS` of other samplers) at each temperature; median and largest. At 0.1 also
-recovery in per cent and the log-probability per residue of the designs in random orders.
-These are equal for one residue per step (`jacobi` with a window of 1) by construction: row `window 1`.
+Calls: model calls per design, for `ORDERS` seeds of `jacobi` and `OTHERS` of other samplers at each temperature, and
+recovery in per cent; at 0.1 also the designs' log-probability per residue, the mean over random orders. The row
+`window 1` is `jacobi` with a window of 1, one residue per step, whose designs must be equal.
 
 CPU time: at temperature 0.1, of paradec (`jacobi`, random orders) and of the public code, turn by turn in one process
 on one thread, for 1 and for 8 designs; medians of the ratios. The public code encodes the structure in every call of
@@ -38,7 +38,7 @@ from paradec.models.proteins.structure import LETTERS, Structure, read_structure
 BACKBONES = Path(__file__).resolve().parent / "data" / "backbones"
 CHAINS = ("2igd", "1ubi", "1az5", "3bkr", "4lzt", "5zng", "5hdn", "4cup", "3o5r", "5qk8")
 ORDERS, OTHERS, TURNS = 8, 4, 5
-"""Numbers of seeds of `jacobi` in random orders and of other samplers; number of timed turns."""
+"""Numbers of seeds of `jacobi` in random orders, of seeds of the other samplers, and of timed turns."""
 SCORED_ORDERS = 4
 TEMPERATURES = (0.001, 0.1, 1.0)
 SAMPLERS = {
@@ -55,8 +55,8 @@ GAP = 4.0
 """Distance between the chains of `assembled`, in angstrom."""
 
 
-def assembled(structures: dict[str, Structure]) -> Structure:
-    """Assemble chains side by side, along x."""
+def assemble(structures: dict[str, Structure]) -> Structure:
+    """Place the chains `ASSEMBLED` side by side along x, and cut the structure after `LONG` residues."""
     coordinates, sequence, chains, edge = [], "", "", 0.0
     for name, label in zip(ASSEMBLED, "ABCDE", strict=True):
         one = structures[name]
@@ -71,8 +71,7 @@ def assembled(structures: dict[str, Structure]) -> Structure:
 
 
 def score(model: Any, letters: Tensor) -> float:
-    """Compute the log-probability per residue of letters [1, L], the mean over random orders; X is excluded, as in
-    decoding."""
+    """Compute the log-probability per residue of letters [1, L], the mean over random orders; X has probability 0."""
     size, draw = letters.shape[1], np.random.default_rng(0)
     rank = torch.tensor(np.stack([draw.permutation(size) for _ in range(SCORED_ORDERS)]))
     with torch.no_grad():
@@ -82,7 +81,7 @@ def score(model: Any, letters: Tensor) -> float:
 
 
 def designs(model: ProteinMPNNModel, sampler: Any, order: str, temperature: float, seeds: int) -> dict[str, Any]:
-    """Design one structure with several seeds: calls, recovery and log-probabilities."""
+    """Design the model's structure with several seeds: calls, recovery in per cent, score, and designs as letters."""
     structure, prompt = model.structures[0], model.prompt()
     open_ = [place for place, token in enumerate(prompt[1:]) if token == model.facts.mask_token_id]
     calls, recovery, scores, letters = [], [], [], []
@@ -132,10 +131,11 @@ def public_sample(folder: Path, weights: Path) -> Callable[[Structure, int, int]
 
 
 def timed(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turns: int) -> dict[str, float]:
-    """Measure the ratio of CPU times, paradec's over the public code's, turn by turn, with encoding and without."""
+    """Measure paradec's CPU time over the public code's, turn by turn, for "both" (encoding and decoding) and
+    "decoding"."""
     structure = model.structures[0]
 
-    every: dict[str, list[float]] = {"both": [], "decoding": [], "public": []}
+    seconds: dict[str, list[float]] = {"both": [], "decoding": [], "public": []}
     for turn in range(turns + 1):
         times = [time.process_time()]
         own = model.on(structure)
@@ -146,12 +146,12 @@ def timed(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turn
         times.append(time.process_time())
         if turn:  # the first turn warms up
             taken = (times[2] - times[0], times[2] - times[1], times[3] - times[2])
-            for name, seconds in zip(every, taken, strict=True):
-                every[name].append(seconds)
-    found = {"load": os.getloadavg()[0]}
+            for name, value in zip(seconds, taken, strict=True):
+                seconds[name].append(value)
+    ratios = {"load": os.getloadavg()[0]}
     for name in ("both", "decoding"):
-        found[f"{name}_{count}"] = float(np.median(np.array(every[name]) / np.array(every["public"])))
-    return found
+        ratios[f"{name}_{count}"] = float(np.median(np.array(seconds[name]) / np.array(seconds["public"])))
+    return ratios
 
 
 def main() -> None:
@@ -162,7 +162,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     structures = {name: read_structure(BACKBONES / f"{name}.pdb") for name in CHAINS}
-    structures["assembled"] = assembled(structures)
+    structures["assembled"] = assemble(structures)
     structures = dict(sorted(structures.items(), key=lambda entry: len(entry[1])))
     first = paradec.load_protein_mpnn(arguments.weights, structures["1ubi"])
     result: dict[str, Any] = {"model": arguments.weights.stem, "chains": [], "designs": []}

@@ -1,4 +1,4 @@
-"""Result files: JSON with the commit of the measured code, and a line per row of a table."""
+"""Result files of benchmarks: JSON with the commit of the measured code, and a line per table row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def commit() -> str:
-    """Read the checkout's commit, with "-dirty" if files of the package or the benchmarks differ from it; "unknown"
+    """Read the checkout's commit, with "-dirty" if the package or the benchmarks have uncommitted changes; "unknown"
     outside of a checkout."""
     root = Path(__file__).resolve().parent.parent
 
@@ -28,21 +28,21 @@ def commit() -> str:
 
 
 COMMIT = commit()
-"""The commit when the script started: files may change while it runs."""
+"""The commit when this module was imported, since files may change during a run."""
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result as JSON, the commit first; `read_result` reads it.
+    """Write a result as JSON, with the commit as its first field; `read_result` reads it.
 
-    A list of numbers or words is on one line. A list of dicts is a table: {"columns": names, "rows": lists}, with a row
-    per line, and null for missing names.
+    A list of dicts becomes {"columns": names, "rows": lists}, with a row per line, and null for missing fields. Other
+    lists are on one line.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_to_text({"commit": COMMIT} | result, "") + "\n", encoding="utf-8")
 
 
 def read_result(path: Path) -> Any:
-    """Read a file of `write_result`, with tables as lists of dicts."""
+    """Read a file of `write_result`; tables become lists of dicts again."""
 
     def to_rows(value: dict[str, Any]) -> Any:
         if value.keys() != {"columns", "rows"}:

@@ -1,4 +1,4 @@
-"""A Ray Data job of which a worker is killed, then the whole job, and which is then continued.
+"""Check of a Ray Data job: a worker is killed, then the whole job is killed, and then it is continued.
 
     python benchmarks/ray_jobs.py --rows 2000          # needs ray[data]; some minutes on two cores
 
@@ -32,7 +32,7 @@ ROWS_PER_PART = 25
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
-    """Make prompts that the packaged model knows; every tenth repeats the one before it."""
+    """Make rows with prompts of the packaged model's tasks; every tenth prompt repeats the one before it."""
     draw = random.Random(0)
     rows: list[dict[str, Any]] = []
     for number in range(count):
@@ -42,8 +42,8 @@ def rows_of(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def noted(folder: str) -> Any:
-    """Load the packaged model, and create a file named after this process's id."""
+def load_model(folder: str) -> Any:
+    """Load the packaged model, and create a file in `folder` that is named after this process's id."""
     import torch
 
     torch.set_num_threads(1)
@@ -53,23 +53,28 @@ def noted(folder: str) -> Any:
 
 
 def job(answers: str, workers: str, count: int) -> None:
-    """Run the job that is stopped and continued."""
+    """Run the job, or continue it from the answers that are already in the folder `answers`."""
     import ray
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     dataset = ray.data.from_items(rows_of(count))
     paradec.integrations.ray.answer(
-        dataset, answers, workers=2, rows_per_part=ROWS_PER_PART, model=functools.partial(noted, workers), **REQUEST
+        dataset,
+        answers,
+        workers=2,
+        rows_per_part=ROWS_PER_PART,
+        model=functools.partial(load_model, workers),
+        **REQUEST,
     )
 
 
 def running(workers: Path) -> list[int]:
-    """List the process ids of the job's living workers."""
+    """List the process ids of the workers that still run."""
     return [int(file.name) for file in workers.iterdir() if Path(f"/proc/{file.name}").exists()]
 
 
 def wait(what: str, holds: Any, seconds: float = 600) -> None:
-    """Wait until a condition holds."""
+    """Wait until `holds()` is true; raise TimeoutError if it is still false after `seconds`."""
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
@@ -77,8 +82,8 @@ def wait(what: str, holds: Any, seconds: float = 600) -> None:
         time.sleep(0.2)
 
 
-def parts(folder: Path) -> int:
-    """Count the written parts."""
+def count_parts(folder: Path) -> int:
+    """Count the files of answers."""
     return len(list(folder.rglob("*.parquet")))
 
 
@@ -98,14 +103,14 @@ def main() -> None:
         command = [sys.executable, __file__, "--rows", str(args.rows), "--job", str(answers), str(workers)]
         first = subprocess.Popen(command, start_new_session=True)
         wait("two workers", lambda: first.poll() is not None or len(running(workers)) == 2)
-        wait("the first parts", lambda: first.poll() is not None or parts(answers) >= 2)
+        wait("the first parts", lambda: first.poll() is not None or count_parts(answers) >= 2)
         if first.poll() is not None:
             sys.exit("the job ended before a worker could be killed")
         killed = running(workers)[0]
         os.kill(killed, signal.SIGKILL)
-        wait("a worker in its place", lambda: first.poll() is not None or len(list(workers.iterdir())) >= 3)
-        then = parts(answers)
-        wait("further parts", lambda: first.poll() is not None or parts(answers) >= then + 3)
+        wait("a worker to replace it", lambda: first.poll() is not None or len(list(workers.iterdir())) >= 3)
+        num_parts = count_parts(answers)
+        wait("further parts", lambda: first.poll() is not None or count_parts(answers) >= num_parts + 3)
         over = first.poll() is not None
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
@@ -131,7 +136,7 @@ def main() -> None:
 
 
 def collect(folder: Path) -> dict[int, list[str]]:
-    """Read the answers' texts, by id."""
+    """Read the texts of all answers, by the row's id."""
     import pyarrow.parquet
 
     texts_by_id: dict[int, list[str]] = {}
@@ -144,7 +149,7 @@ def collect(folder: Path) -> dict[int, list[str]]:
 
 
 def single(count: int) -> dict[int, str]:
-    """Answer the prompts in this process, by `paradec.generate` on lists of prompts."""
+    """Answer the prompts in this process with `paradec.generate`; return texts by the row's id."""
     import torch
 
     torch.set_num_threads(1)

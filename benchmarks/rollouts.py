@@ -1,11 +1,11 @@
-"""Cost of recording a rollout and replaying it, relative to decoding: positions evaluated, and CPU time.
+"""Cost of recording and of replaying a rollout, relative to decoding: positions evaluated, and CPU time.
 
     python benchmarks/rollouts.py [--turns 7] [--models causal --out benchmarks/results/rollouts_causal.json]
 
-Three random Llamas of one size (4 layers, 256 wide, 4,096 tokens), bidirectional, block-causal and causal, decode 4
-prompts of 32 tokens, 64 new tokens each, at temperature 1 with one token per step and with four (the causal one with
-SJD's window of 4 slots). The rollout is then replayed in several ways, with and without gradients. One thread; CPU
-times of the process, measured in turns: medians with quartiles. Prints a table and writes
+A bidirectional, a block-causal and a causal Llama with random weights (4 layers, 256 wide, a vocabulary of 4,096)
+decode 4 prompts of 32 tokens, 64 new tokens each, at temperature 1: with one token per step, and with four (the causal
+model with SJD's window of 4 slots). The rollout is then replayed in several ways, with and without gradients. Times are
+CPU times on one thread, measured in turns: medians with quartiles. Prints a table and writes
 benchmarks/results/rollouts.json.
 """
 
@@ -42,17 +42,18 @@ def model_of(topology: str) -> Any:
 
 
 def positions_of(model: Any, run: Callable[[], Any]) -> int:
-    """Count the positions that the module evaluates, including padding."""
+    """Run `run()` and count the positions that the model's module evaluates, including padding."""
     counts = []
     handle = model.module.register_forward_pre_hook(
-        lambda module, args, named: counts.append(named["input_ids"].numel()), with_kwargs=True
+        lambda module, args, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     run()
     handle.remove()
     return sum(counts)
 
 
-def measured(topology: str, setting: dict[str, Any], turns: int) -> dict[str, Any]:
+def measure(topology: str, setting: dict[str, Any], turns: int) -> dict[str, Any]:
+    """Measure each kind of run: {"error": largest difference of a replay's log-probabilities, name: costs}."""
     model = model_of(topology)
     prompts = torch.randint(0, MASK, (ROWS, PROMPT))
     request = {"max_new_tokens": NEW, "temperature": 1.0, "seed": 0, **setting}
@@ -91,7 +92,7 @@ def measured(topology: str, setting: dict[str, Any], turns: int) -> dict[str, An
     entry: dict[str, Any] = {"error": error}
     for name, each in seconds.items():
         low, middle, high = statistics.quantiles(each, n=4)
-        ratio = statistics.median(own / of for own, of in zip(each, seconds["decode"], strict=True))
+        ratio = statistics.median(a / b for a, b in zip(each, seconds["decode"], strict=True))
         entry[name] = {"positions": evaluated[name], "seconds": [low, middle, high], "of decode": ratio}
     return entry
 
@@ -107,7 +108,7 @@ def main() -> None:
     print("| model | steps | | positions | CPU seconds | of the decoding |\n|---|---|---|---|---|---|")
     for topology in args.models:
         for steps, setting in MODELS[topology].items():
-            entry = result[f"{topology}, {steps}"] = measured(topology, setting, args.turns)
+            entry = result[f"{topology}, {steps}"] = measure(topology, setting, args.turns)
             for name, each in entry.items():
                 if name != "error":
                     low, middle, high = each["seconds"]

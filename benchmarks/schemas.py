@@ -1,12 +1,12 @@
-"""Measure JSON schemas: how many are accepted, whether their automata agree with instances, and the costs.
+"""Measure JSON schemas: how many can be compiled, whether their automata accept the right instances, and the costs.
 
     python benchmarks/schemas.py FOLDER [--limit N]
     python benchmarks/schemas.py --steps
 
 FOLDER contains `real.jsonl.gz` (a schema per line: name, schema, tests with data and valid) and optionally
-`suite.jsonl.gz` (a test per line: file, group, schema, test, data, valid). A valid instance is missed if one of its two
-texts, with and without spaces, is not accepted. Missed instances are counted by reason: the first one in
-`missed_reason` whose change makes the instance accepted.
+`suite.jsonl.gz` (a test per line: file, group, schema, test, data, valid). Every instance is tried as two texts, with
+and without spaces; a valid instance is missed if either text is not accepted. Missed instances are counted by
+`missed_reason`. `--steps` measures CPU time per decoding step instead.
 """
 
 import argparse
@@ -56,7 +56,8 @@ def accepts(automaton: ByteAutomaton, value: Any, escaped: bool = True) -> list[
 
 
 def rewrite(goals: Goals, goal: Goal, value: Any, drop: bool) -> Iterator[Any]:
-    """Yield the value with its keys in the order of each alternative, with `drop` without unlisted keys."""
+    """Yield the value with its keys in the order of each alternative of the schema; with `drop`, unlisted keys are left
+    out."""
     for shape in goals.shapes(goal):
         if isinstance(value, dict) and shape.kind == "object":
             order = [name for name in shape.listed_names() if name in value]
@@ -76,9 +77,9 @@ def rewrite_key(goals: Goals, goal: Goal, value: Any, drop: bool) -> Iterator[An
 
 
 def missed_reason(schema: Any, value: Any) -> str:
-    """Find the reason why a valid instance is not accepted."""
+    """Find why a valid instance is not accepted: the first reason whose change makes it accepted, or "other"."""
 
-    def some(automaton: ByteAutomaton, drop: bool) -> bool:
+    def accepts_rewritten(automaton: ByteAutomaton, drop: bool) -> bool:
         goals = Goals(SchemaDocument(schema), MAX_LENGTHS[0])
         return any(all(accepts(automaton, v, False)) for v in rewrite(goals, goals.goal(schema), value, drop))
 
@@ -96,13 +97,15 @@ def missed_reason(schema: Any, value: Any) -> str:
     automaton = compile_schema(schema)
     reasons: dict[str, Callable[[], bool]] = {
         "characters beyond U+FFFF as escapes": lambda: all(accepts(automaton, value, False)),
-        "keys in another order": lambda: some(automaton, False),
-        "unlisted keys": lambda: some(automaton, True),
-        "strings up to maxLength that are longer than what is counted": lambda: some(
+        "keys in another order": lambda: accepts_rewritten(automaton, False),
+        "unlisted keys": lambda: accepts_rewritten(automaton, True),
+        f"a maxLength above {MAX_LENGTHS[-1]}, which is not counted": lambda: accepts_rewritten(
             compile_schema(without_lengths(schema)), True
         ),
         f"deeper than depth=3, within {DEEPER}": lambda: all(accepts(compile_schema(schema, DEEPER), value, False)),
-        f"order, unlisted keys and depth up to {DEEPER}": lambda: some(compile_schema(schema, DEEPER), True),
+        f"order, unlisted keys and depth up to {DEEPER}": lambda: accepts_rewritten(
+            compile_schema(schema, DEEPER), True
+        ),
     }
     for reason, holds in reasons.items():
         try:
@@ -114,7 +117,7 @@ def missed_reason(schema: Any, value: Any) -> str:
 
 
 def compile_timed(schema: Any) -> tuple[ByteAutomaton | None, str, float]:
-    """Compile a schema. Returns its automaton or None, the reason of a refusal, and seconds of CPU time."""
+    """Compile a schema. Returns its automaton or None, the error's message or "", and CPU seconds."""
     begin = time.process_time()
     signal.alarm(LIMIT_S)
     try:
@@ -126,7 +129,7 @@ def compile_timed(schema: Any) -> tuple[ByteAutomaton | None, str, float]:
 
 
 def short_reason(message: str) -> str:
-    """Shorten a refusal to the part that is the same for all schemas."""
+    """Shorten an error's message to the part that is the same for all schemas."""
     message = re.sub(r"^schema: \S*?([\w$]+(\[\d+\])?) (is|names|regex|and|may)", r"\1 \3", message)
     return re.sub(r"'[^']*'|\d+|=\{.*?(?= allows)", "_", message)[:70]
 
@@ -167,7 +170,8 @@ def measure_real(entries: list[dict[str, Any]]) -> None:
 
 
 def measure_suite(tests: list[dict[str, Any]]) -> None:
-    """Count results by file: right, missed (valid but not accepted), wrong (invalid but accepted), refused."""
+    """Print the numbers of tests by file and verdict: right, missed (valid but not accepted), wrong (invalid but
+    accepted), refused (the schema cannot be compiled)."""
     automata: dict[str, ByteAutomaton | None] = {}
     verdicts: dict[str, Counter[str]] = {}
     for test in tests:
@@ -202,7 +206,7 @@ CALL = {
 
 
 def measure_steps(vocab_size: int = 32_000) -> None:
-    """Print the CPU time of a step with and without a schema, for random models with a vocabulary of BPE tokens."""
+    """Print the CPU time per step without and with a schema, for random models with `vocab_size` BPE tokens."""
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -228,7 +232,7 @@ def measure_steps(vocab_size: int = 32_000) -> None:
                                        seed=seed, constraint=constraint)  # fmt: skip
                 used = (time.process_time() - begin) / out.nfe
             seconds.append(used)
-        print(f"{sampler}: {1000 * seconds[0]:.1f} ms a step, with a schema {1000 * seconds[1]:.1f} ms "
+        print(f"{sampler}: {1000 * seconds[0]:.1f} ms per step, with a schema {1000 * seconds[1]:.1f} ms "
               f"({seconds[1] / seconds[0]:.2f} times; {len(tokenizer)} tokens)")  # fmt: skip
 
 

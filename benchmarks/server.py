@@ -4,16 +4,17 @@
     python benchmarks/server.py --requests 300 --out runs/server.json
     python benchmarks/server.py --url http://127.0.0.1:8000/v1 --requests 100 --at-once 16   # any server, see below
 
-First one request at a time, then 200 at the same time (half of them as streams), then a mixture of good requests and
-clients that disconnect, send too much, no JSON, no key, unknown presets, or read slowly, up to --requests in total.
-Then --hostile bodies (`hostile.py`: every setting with extreme, wrong-typed, nested, non-finite and huge values) with
-good requests among them. Checked: no good request is lost, every answer equals that of `paradec.generate`, every bad
-request gets its status, no body stops the server, and afterwards it has no additional rows, threads or files, and at
-most 300 MB more memory. Exits with 1 if a check fails.
+First, requests are sent one at a time. Then 200 are sent at the same time, half of them as streams. Then good requests
+mix with bad clients: these disconnect, read slowly, or send too much, no JSON, no key or an unknown preset. --requests
+is the total so far. Last, good requests mix with --hostile bodies from `hostile.py`.
 
---url measures a running server with OpenAI's chat API instead: throughput, and medians and 95th percentiles of the
-latency and of the time to the first token, of streams. --model is the first that the server lists, the key is
-OPENAI_API_KEY. Exits with 1 if a request fails.
+Checked: no good request is lost, every answer equals that of `paradec.generate`, every bad request gets the expected
+status, no body stops the server. Afterwards the server must have no additional rows, threads or files, and at most 300
+MB more memory than before the hostile bodies. Exits with 1 if a check fails.
+
+--url measures a running server with OpenAI's chat API instead. All requests are streams; measured are throughput, and
+medians and 95th percentiles of the latency and of the time to the first token. --model defaults to the first that the
+server lists; the key is the environment variable OPENAI_API_KEY. Exits with 1 if a request fails.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ RESULT = Path(__file__).parent / "results" / "server.json"
 
 
 def make_prompts(count: int) -> list[str]:
-    """Make prompts that the packaged model knows."""
+    """Make prompts of the packaged model's tasks."""
     draw = random.Random(1)
     tasks = ("Sort", "Reverse", "Copy")
     return [f"{draw.choice(tasks)}: {' '.join(draw.sample(WORDS, draw.randint(3, 6)))}" for _ in range(count)]
 
 
 class Server:
-    """The command `paradec serve` in a subprocess."""
+    """Subprocess of the command `paradec serve`, with the packaged model unless `options` name another."""
 
     def __init__(self, batch: int, options: Sequence[str] = ()):
         command = [sys.executable, "-m", "paradec", "serve", "--port", "0", "--batch", str(batch), *options]
@@ -80,8 +81,8 @@ class Server:
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
-    def left(self) -> dict[str, int]:
-        """Count rows, waiting prompts, threads and open files."""
+    def count_resources(self) -> dict[str, int]:
+        """Count the server's rows, waiting prompts, threads and open files."""
         place, counts = Path(f"/proc/{self.process.pid}"), self.metrics()
         return {
             "rows": int(counts["paradec_rows_occupied"]),
@@ -96,18 +97,18 @@ class Server:
         assert match
         return int(match[1]) // 1024
 
-    def settled(self, before: dict[str, int], seconds: float = 60) -> dict[str, int]:
-        """Wait until the counts of `left` fall to those of `before`; idle connections and threads end after seconds.
-        Returns the last counts."""
+    def wait_for_release(self, before: dict[str, int], seconds: float = 60) -> dict[str, int]:
+        """Wait, at most `seconds`, until no count of `count_resources` exceeds that in `before`: idle connections and
+        threads end with a delay. Returns the last counts."""
         end = time.monotonic() + seconds
-        left = self.left()
-        while any(left[name] > before[name] for name in before) and time.monotonic() < end:
+        counts = self.count_resources()
+        while any(counts[name] > before[name] for name in before) and time.monotonic() < end:
             time.sleep(0.5)
-            left = self.left()
-        return left
+            counts = self.count_resources()
+        return counts
 
     def stop(self) -> None:
-        """End the server as Ctrl-C does."""
+        """Stop the server with SIGTERM."""
         self.process.terminate()
         self.process.wait(30)
 
@@ -119,11 +120,11 @@ class Answer(NamedTuple):
     tokens: int
     seconds: float
     first_token: float | None = None
-    """Time of the first text or reasoning of a stream."""
+    """Time of a stream's first text or reasoning; None without a stream."""
 
 
 async def ask(client: AsyncOpenAI, prompt: str, stream: bool, **fields: Any) -> Answer:
-    """Send a prompt. fields: further ones of the request."""
+    """Send a prompt; `fields` are further fields of the request."""
     began = time.perf_counter()
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], **fields}
     if not stream:
@@ -152,20 +153,21 @@ async def load(
     key: str = KEY,
     **fields: Any,
 ) -> dict[str, Any]:
-    """Send prompts, `at_once` at a time, until all are answered: half as streams, or all where no texts are expected.
+    """Send prompts, `at_once` at a time, and measure times and losses.
 
-    model: its name; None takes the first that the server lists. fields: further ones of each request.
+    With the expected answers `texts`, every second request is a stream. With texts=None all are, and answers are not
+    compared. model=None takes the first model that the server lists. `fields` are further fields of each request.
     """
     limit = asyncio.Semaphore(at_once)
     async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=600) as client:
         fields["model"] = model or (await client.models.list()).data[0].id
 
-        async def one(number: int) -> Answer:
+        async def ask_one(number: int) -> Answer:
             async with limit:
                 return await ask(client, prompts[number], stream=texts is None or number % 2 == 1, **fields)
 
         began = time.perf_counter()
-        results = await asyncio.gather(*(one(number) for number in range(len(prompts))), return_exceptions=True)
+        results = await asyncio.gather(*map(ask_one, range(len(prompts))), return_exceptions=True)
         seconds = time.perf_counter() - began
     lost = [answer for answer in results if isinstance(answer, BaseException)]
     good = [answer for answer in results if not isinstance(answer, BaseException)]
@@ -191,14 +193,15 @@ async def load(
         "p50_first_token_seconds": percentile(first, 50),
         "p95_first_token_seconds": percentile(first, 95),
         "requests_per_second": round(len(good) / seconds, 2),
-        # 0 where the server reports no usage
+        # 0 if the server reports no usage
         "tokens_per_second": round(sum(answer.tokens for answer in good) / seconds, 1),
         "seconds": round(seconds, 2),
     }
 
 
-def raw(port: int, body: bytes, *, key: str | None = KEY, read: str = "all", length: int | None = None) -> int:
-    """Send a request over a plain socket; return the status, or 0. read: "all", "nothing" (disconnect), or "slowly"."""
+def send_raw(port: int, body: bytes, *, key: str | None = KEY, read: str = "all", length: int | None = None) -> int:
+    """Send a request over a plain socket, with `length` as a wrong Content-Length; return the HTTP status. With
+    read="slowly" the answer is read slowly; with read="nothing" disconnect at once and return 0."""
     with socket.create_connection(("127.0.0.1", port), timeout=120) as wire:
         if read == "slowly":
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
@@ -217,28 +220,29 @@ def raw(port: int, body: bytes, *, key: str | None = KEY, read: str = "all", len
 
 
 def chat(prompt: str, **more: Any) -> bytes:
-    """Build the body of a chat."""
+    """Build the body of a chat request."""
     return json.dumps({"messages": [{"role": "user", "content": prompt}], **more}).encode()
 
 
 LONG = {"max_tokens": 400, "temperature": 1.0, "paradec": {"sampler": "low_confidence", "eos_early_stop": False}}
-"""Fields of a request that takes many steps, for clients that disconnect."""
+"""Fields of a request that takes many steps, so that clients can disconnect while it runs."""
 BAD: dict[str, tuple[Any, int]] = {
-    "vanished stream": (lambda port, prompt: raw(port, chat(prompt, stream=True, **LONG), read="nothing"), 0),
-    "vanished": (lambda port, prompt: raw(port, chat(prompt, **LONG), read="nothing"), 0),
-    "vanished within its body": (lambda port, prompt: raw(port, b'{"mess', read="nothing", length=500), 0),
-    "10 MB": (lambda port, prompt: raw(port, chat("x" * 10_000_000)), 413),
-    "no JSON": (lambda port, prompt: raw(port, b'{"messages": [{"role"'), 400),
-    "unknown preset": (lambda port, prompt: raw(port, chat(prompt, preset="none of ours")), 400),
-    "no key": (lambda port, prompt: raw(port, chat(prompt), key=None), 401),
-    "wrong key": (lambda port, prompt: raw(port, chat(prompt), key="another"), 401),
-    "unknown word": (lambda port, prompt: raw(port, chat("Hello")), 400),
-    "slow reader": (lambda port, prompt: raw(port, chat(prompt, stream=True), read="slowly"), 200),
+    "vanished stream": (lambda port, prompt: send_raw(port, chat(prompt, stream=True, **LONG), read="nothing"), 0),
+    "vanished": (lambda port, prompt: send_raw(port, chat(prompt, **LONG), read="nothing"), 0),
+    "vanished within its body": (lambda port, prompt: send_raw(port, b'{"mess', read="nothing", length=500), 0),
+    "10 MB": (lambda port, prompt: send_raw(port, chat("x" * 10_000_000)), 413),
+    "no JSON": (lambda port, prompt: send_raw(port, b'{"messages": [{"role"'), 400),
+    "unknown preset": (lambda port, prompt: send_raw(port, chat(prompt, preset="none of ours")), 400),
+    "no key": (lambda port, prompt: send_raw(port, chat(prompt), key=None), 401),
+    "wrong key": (lambda port, prompt: send_raw(port, chat(prompt), key="another"), 401),
+    "unknown word": (lambda port, prompt: send_raw(port, chat("Hello")), 400),
+    "slow reader": (lambda port, prompt: send_raw(port, chat(prompt, stream=True), read="slowly"), 200),
 }
 
 
 async def misbehave(port: int, prompts: list[str], counts: dict[str, int], wrong: list[str]) -> None:
-    """Run bad clients of all kinds in turn, eight at a time."""
+    """Run a bad client per prompt, of all kinds in turn, eight at a time. Adds to `counts` by kind, and messages about
+    unexpected statuses to `wrong`."""
     limit = asyncio.Semaphore(8)
 
     async def one(number: int) -> None:
@@ -254,13 +258,14 @@ async def misbehave(port: int, prompts: list[str], counts: dict[str, int], wrong
 
 
 async def attack(port: int, bodies: list[bytes], counts: dict[str, int], wrong: list[str]) -> None:
-    """Send hostile bodies, eight at a time; each must be answered, or refused with a client error."""
+    """Send hostile bodies, eight at a time. Adds to `counts` by status, and to `wrong` for statuses other than 200 and
+    expected client errors."""
     limit = asyncio.Semaphore(8)
 
     async def one(body: bytes) -> None:
         async with limit:
             try:
-                status = await asyncio.to_thread(raw, port, body)
+                status = await asyncio.to_thread(send_raw, port, body)
             except OSError as error:
                 status = repr(error)
         counts[f"hostile {status}"] = counts.get(f"hostile {status}", 0) + 1
@@ -279,7 +284,7 @@ def main() -> None:
     parser.add_argument("--url", help="a running server, http://HOST:PORT/v1, to measure instead")
     parser.add_argument("--model", help="with --url: the model's name there")
     parser.add_argument("--at-once", type=int, default=8, help="with --url: requests at a time")
-    parser.add_argument("--max-tokens", type=int, help="with --url: of an answer; by default the server's")
+    parser.add_argument("--max-tokens", type=int, help="with --url: most tokens of an answer; by default the server's")
     args = parser.parse_args()
     if args.url:
         key, asked = os.environ.get("OPENAI_API_KEY") or "none", make_prompts(args.requests)
@@ -299,7 +304,7 @@ def main() -> None:
     server = Server(args.batch)
     try:
         asyncio.run(load(server.url, prompts, texts, 64))  # warm up: one-time work and threads
-        before = server.left()
+        before = server.count_resources()
         alone = asyncio.run(load(server.url, prompts[:40], texts[:40], 1))
         print("one at a time:", json.dumps(alone), flush=True)
         together = asyncio.run(load(server.url, prompts, texts, AT_ONCE))
@@ -321,7 +326,7 @@ def main() -> None:
         beside = asyncio.run(both(args.hostile // 4, lambda _: attack(server.port, bodies, counts, wrong)))
         memory = server.megabytes() - memory
         print("among hostile ones:", json.dumps(beside), counts, f"{memory:+} MB", wrong[:5], flush=True)
-        after = server.settled(before)
+        after = server.wait_for_release(before)
         ends = {name: value for name, value in server.metrics().items() if name.startswith("paradec_answers_total")}
     finally:
         server.stop()
@@ -339,10 +344,10 @@ def main() -> None:
         "ends": ends,
     }
     write_result(args.out or RESULT, result)
-    kept = all(after[name] <= before[name] for name in before) and memory <= 300
+    is_released = all(after[name] <= before[name] for name in before) and memory <= 300
     right = all(part["lost"] == part["differ"] == 0 for part in (alone, together, good, beside))
-    print(json.dumps({"nothing_left": kept, "all_right": right, "wrong_status": len(wrong)}))
-    sys.exit(0 if kept and right and not wrong else 1)
+    print(json.dumps({"nothing_left": is_released, "all_right": right, "wrong_status": len(wrong)}))
+    sys.exit(0 if is_released and right and not wrong else 1)
 
 
 if __name__ == "__main__":

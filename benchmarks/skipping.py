@@ -1,13 +1,13 @@
-"""SeaCache, EasyCache and TeaCache compared with even and searched steps, at equal numbers of evaluations.
+"""SeaCache, EasyCache and TeaCache compared with evenly spread and searched steps, at equal numbers of evaluations.
 
     python benchmarks/skipping.py [--models digits Wan SD3] [--budgets 5 7] [--seeds 8] [--runs 60]
 
 The packaged pipeline of digits (guidance 2, DDIM) and the random transformers of benchmarks/probes.py with
-FlowMatchEuler make 20 steps. On the choosing seeds, thresholds are bisected so that the mean number of evaluated steps
-is at most the budget, and steps are searched by `paradec.tune_steps`. The other seeds give the results: the error
-|x - full| / |full - noise| (mean and 95 % interval, Student's t), and the geometric mean of its ratio, seed by seed, to
-the error of the best evenly spread steps with the whole output forecast. SeaCache needs flow sigmas, so it is left out
-for digits. Writes benchmarks/results/skipping.json.
+FlowMatchEuler make 20 steps. On the first half of the seeds, thresholds are bisected so that the mean number of
+evaluated steps is at most the budget, and `paradec.tune_steps` searches for steps. The results are measured on the
+other half: the error |x - full| / |full - noise|, where full is the run that evaluates every step (mean and 95 %
+interval, Student's t), and its ratio to the error of `EVEN` on the same seed (geometric mean). SeaCache needs flow
+sigmas, so it is left out for digits. Writes benchmarks/results/skipping.json.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from paradec import AccumulatedChange, EasyCache, Forecast, SeaCache, TaylorSeer
 STEPS = 20
 HALVINGS = 8
 EVEN = "even, output, taylor 1"
+"""The best evenly spread steps, with forecasts of the whole output."""
 
 
 class Flow(diffusers.DiffusionPipeline):
-    """Pipeline of Euler steps of a transformer with FlowMatchEuler."""
+    """Pipeline of a transformer of benchmarks/probes.py with FlowMatchEuler; returns the latent."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -53,7 +54,7 @@ class Flow(diffusers.DiffusionPipeline):
 
 
 def pipeline(name: str) -> tuple[Any, Callable[[int], tuple[Tensor, Tensor]]]:
-    """Build a pipeline, and a function that runs it with a seed and returns noise and latent."""
+    """Build a pipeline, and a function that runs it with a seed and returns (noise, latent)."""
     if name != "digits":
         flow = Flow(name)
         return flow, lambda seed: (call_inputs(name, seed)["hidden_states"], flow(seed))
@@ -69,7 +70,7 @@ def pipeline(name: str) -> tuple[Any, Callable[[int], tuple[Tensor, Tensor]]]:
 
 
 def rules(name: str) -> dict[str, Callable[[float], TaylorSeer]]:
-    """Samplers as functions of a threshold, by method."""
+    """Build samplers as functions of a threshold, by method."""
     named_rules: dict[str, Callable[[float], TaylorSeer]] = {
         "EasyCache, 2 first steps": lambda level: Forecast(when=EasyCache(level, ret_steps=2)),
         "TeaCache (modulated, no polynomial), stack, reuse": lambda level: Forecast(
@@ -82,7 +83,7 @@ def rules(name: str) -> dict[str, Callable[[float], TaylorSeer]]:
 
 
 def measure(pipe: Any, run: Any, sampler: TaylorSeer, seeds: list[int], full: dict[int, Tensor]) -> dict[str, Any]:
-    """Measure the errors seed by seed, and the mean number of evaluated steps."""
+    """Measure the error on each seed, and the mean number of evaluated steps; `full` has full runs' latents by seed."""
     errors, evaluated = [], []
     for seed in seeds:
         with paradec.accelerate(pipe, sampler) as session:
@@ -93,7 +94,7 @@ def measure(pipe: Any, run: Any, sampler: TaylorSeer, seeds: list[int], full: di
 
 
 def measure_methods(name: str, budgets: list[int], seeds: int, runs: int) -> list[dict[str, Any]]:
-    """Measure every method at every budget."""
+    """Measure every method at every budget; return a row for each."""
     pipe, run = pipeline(name)
     choosing, reporting = list(range(seeds)), list(range(seeds, 2 * seeds))
     full = {seed: run(seed)[1] for seed in choosing + reporting}
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["digits", "Wan", "SD3"], choices=("digits", "Wan", "SD3"))
     parser.add_argument("--budgets", nargs="+", type=int, default=[5, 7])
     parser.add_argument(
-        "--seeds", type=int, default=8, choices=(4, 6, 8, 10, 12, 16), help="choosing seeds, and reporting seeds"
+        "--seeds", type=int, default=8, choices=(4, 6, 8, 10, 12, 16), help="number of seeds of each half"
     )
     parser.add_argument(
         "--runs", type=int, default=60, help="sets of steps that each search evaluates; default: %(default)s"

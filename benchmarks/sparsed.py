@@ -2,12 +2,12 @@
 
     python benchmarks/sparsed.py [--repeats 5]
 
-One thread, one run, float32, 4 heads of 64 over 4 key/value heads, an answer of 512 positions, blocks of 128. Queries
-and keys are random, so the lists of key blocks are random too; only their lengths matter. The paths run `--repeats`
-times in turns, and the fastest run of each counts, in CPU seconds of the thread, on which other processes have less
-influence than on wall time. "speed-up" is the ratio of dense attention's time to that with the lists, "ideal" the same
-ratio for multiplications; "estimation" is the time to find the lists (once per request and layer) in dense attentions.
-Prints a table and writes benchmarks/results/sparsed.json.
+One thread, float32, 4 heads of 64 over 4 key/value heads, an answer of 512 positions, blocks of 128. Queries and keys
+are random, so the lists of key blocks are random too; only their lengths matter. The attentions run `--repeats` times
+in turns, and the fastest run of each counts, in CPU seconds of the thread, which other processes influence less than
+wall time. "speed-up" is dense attention's time over that with the lists, "ideal" the same ratio for multiplications.
+"estimation" is the time to find the lists (once per request and layer), as a multiple of dense attention's time. Prints
+a table and writes benchmarks/results/sparsed.json.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARES = (0.1, 0.3, 0.5)
 
 
 def fastest(runs: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
-    """Measure CPU seconds of the fastest of `repeats` runs of each function, in turns, after a warm-up."""
+    """Measure for each function the CPU seconds of the fastest of `repeats` runs, after a warm-up, in turns."""
     best = dict.fromkeys(runs, float("inf"))
     for turn in range(repeats + 1):
         for name, run in runs.items():

@@ -1,15 +1,15 @@
-"""Measure the savings of suffix windows over the same cache without one, and their effect on answers.
+"""Measure what suffix windows save over the same cache without a window, and their effect on answers.
 
     python benchmarks/suffix.py cost
     python benchmarks/suffix.py accuracy [--limit 8]
 
-`cost`: one thread, one process, a random model of hidden size 64 with 8 layers, a prompt of 128 tokens, blocks of 32 in
-four steps (sampler `random`, so that all take the same steps). For every answer length the configurations run in turns;
-reported are medians, and the ratio of the slowest to the fastest turn. CPU seconds are the process's. Writes
+`cost`: one thread, a random model of hidden size 64 with 8 layers, a prompt of 128 tokens, blocks of 32 in four steps
+(sampler `random`, so that all configurations take the same steps). For every answer length the configurations run in
+turns; reported are the median CPU seconds, and the ratio of the slowest to the fastest turn. Writes
 benchmarks/results/suffix.json.
 
-`accuracy`: right answers on the packaged prompts with the packaged model, blocks of 8, with 32 and 128 slots for short
-answers, and positions evaluated per answer. Writes benchmarks/results/suffix_accuracy.json.
+`accuracy`: right answers of the packaged model to the packaged prompts, and positions evaluated per answer, in blocks
+of 8 with `max_new_tokens` of 32 and of 128 for the same short answers. Writes benchmarks/results/suffix_accuracy.json.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from paradec.tools.evaluation.tasks import load_prompts
 PROMPT, BLOCK, STEPS = 128, 32, 4
 """Positions of the prompt and of a block; steps of a block."""
 ANSWERS = (128, 256, 512, 1024, 2048)
+"""Maximum numbers of new tokens."""
 WAYS = (
     ("prefix", None),
     ("prefix", "64"),
@@ -41,12 +42,14 @@ WAYS = (
     ("d2", None),
     ("d2", "64"),
 )
+"""(Cache, suffix)."""
 QUALITY = tuple((slots, suffix) for slots in (32, 128) for suffix in (None, "8", "16", "gaussian:32"))
+"""(Maximum number of new tokens, suffix) of `accuracy`."""
 VOCAB = 200
 
 
 def turn(model: Model, prompt: list[int], answer: int, cache: str, suffix: str | None) -> dict[str, float]:
-    """Decode once, and measure."""
+    """Decode once; return CPU seconds, positions evaluated and forwards."""
     begin = time.process_time()
     out = paradec.generate(
         model,

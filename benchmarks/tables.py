@@ -50,48 +50,49 @@ def table(rows: Iterable[Row], head: str, cells: str) -> str:
     """Format rows as a Markdown table.
 
     Args:
-        head: names of the columns, with " | " between them.
-        cells: formats of a row's cells, with " | " between them.
+        head: names of the columns, joined by " | ".
+        cells: format string of each cell, over the fields of a row, joined by " | ".
     """
     lines = [f"| {head} |", "|---" * (head.count("|") + 1) + "|"]
     return "\n".join([*lines, *(f"| {Formatter().vformat(cells, (), row)} |" for row in rows)])
 
 
-def crossed(corner: str, cells: Cells, missing: str) -> str:
-    """Format cells by row and column as a table; `corner` and the names of rows may be two columns, "a | b"."""
+def cross_table(corner: str, cells: Cells, missing: str) -> str:
+    """Format cells by row and column as a table. `corner` is the heading over the rows' names; if the names fill two
+    columns ("a | b"), so does it. `missing` is the text of cells without a value."""
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     rows = ({"cells": " | ".join([name, *(row.get(each, missing) for each in columns)])} for name, row in cells.items())
     return table(rows, " | ".join([corner, *columns]).lstrip(), "{cells}")
 
 
-def named(rows: dict[str, Row]) -> Iterable[Row]:
+def add_names(rows: dict[str, Row]) -> Iterable[Row]:
     """Add the name of each row to the row."""
     return ({"name": name} | row for name, row in rows.items())
 
 
-def setting(changes: dict[str, Any]) -> str:
-    """Describe changes of the defaults; "default" without changes."""
+def describe_changes(changes: dict[str, Any]) -> str:
+    """Describe how settings differ from the defaults; "default" if none does."""
     parts = [f"{k} {v:g}" if isinstance(v, (int, float)) and not isinstance(v, bool) else f"{k} {v}"
              for k, v in changes.items()]  # fmt: skip
     return ", ".join(parts) or "default"
 
 
-def by_sampler(data: Row) -> Iterable[Row]:
-    """Group rows by sampler; only the first row of a group has the sampler's name and AUP. Samplers are sorted by the
-    tokens per forward in their first row, most first."""
+def group_by_sampler(data: Row) -> Iterable[Row]:
+    """Group rows by sampler; only the first row of a group has the sampler's name and AUP. Groups are sorted by the
+    tokens per forward of their first row, descending."""
     groups = defaultdict(list)
     for row in data["results"]:
         groups[row["sampler"]].append(row)
     for name, rows in sorted(groups.items(), key=lambda item: -item[1][0]["tokens_per_forward"]):
         for index, row in enumerate(rows):
             first = {"name": f"`{name}`", "aup": data["aup"].get(name)} if not index else {"name": "", "aup": None}
-            yield row | first | {"setting": setting(row["changes"])}
+            yield row | first | {"setting": describe_changes(row["changes"])}
 
 
 def compare_table(data: Row) -> str:
     """Right answers and forwards of `paradec compare`."""
     rows = []
-    for row in by_sampler(data):
+    for row in group_by_sampler(data):
         one, many = row["one_answer"], row["many_answers"]
         shares = {"one": one[0] / one[1], "many": many[0] / many[1]}
         rows.append(row | shares | {"padding": row["padding_forwards"] / (one[1] + many[1])})
@@ -101,13 +102,14 @@ def compare_table(data: Row) -> str:
 
 
 def heldout_table(first: Row, second: Row) -> str:
-    """Settings chosen in `first` and measured again by benchmarks/compare_heldout.py, the fastest first."""
-    before = {(row["sampler"], setting(row["changes"])): row for row in first["results"]}
+    """Settings chosen from the results `first`, as measured on other prompts (`second`, from
+    benchmarks/compare_heldout.py), the fastest first."""
+    before = {(row["sampler"], describe_changes(row["changes"])): row for row in first["results"]}
     base, rows = second["results"][0], []
     num_prompts = base["one_answer"][1] + base["many_answers"][1]
     for row in second["results"]:
         if second["chosen"].get(row["sampler"]) == row["changes"]:
-            values = {"setting": setting(row["changes"]), "share": row["forwards"] / base["forwards"]}
+            values = {"setting": describe_changes(row["changes"]), "share": row["forwards"] / base["forwards"]}
             both = before[row["sampler"], values["setting"]], row
             values["right"] = [each["one_answer"][0] + each["many_answers"][0] for each in both]
             rows.append(row | values | {"bounds": [num_prompts * share for share in row["interval"]]})
@@ -118,7 +120,7 @@ def heldout_table(first: Row, second: Row) -> str:
 
 
 def schedules_table(rows: list[Row]) -> str:
-    """Samplers with a schedule, and `threshold`, in blocks of several lengths, from benchmarks/headline.py."""
+    """Samplers that commit a fixed number of tokens per step, and `threshold`, from benchmarks/headline.py."""
     shown = []
     for row in rows:
         tokens = f"{1 / row['changes'].get('steps', 1):.0f}" if row["changes"] else "as many as are sure"
@@ -161,14 +163,14 @@ def peers_text_table(data: Row) -> str:
 
 
 def peers_rule_table(data: Row) -> str:
-    """A step outside of the model's call compared with dInfer's rule, with quartiles."""
+    """Time of a decoding step without the model's call, compared with dInfer's rule, with quartiles."""
     rows = [row | {"step": 1e3 * row["ours"]["cpu_seconds"][1] / data["steps"]} for row in _cases(data)]
     head = "logits | milliseconds a step | over dInfer's | tokens"
     return table(rows, head, "{case} | {step:.1f} | {cpu_over:q} | {tokens}")
 
 
 def peers_sjd_table(sizes: dict[str, Row]) -> str:
-    """Images by `sjd` compared with its public code, with quartiles: whole images, and one forward."""
+    """CPU time of images by `sjd` compared with its public code, with quartiles: for a whole image and per forward."""
     rows = [row | {"size": size} for size, data in sizes.items() for row in _cases(data)]
     for row in rows:
         row["forward"] = row["cpu_over"][1] * row["theirs"]["forwards"] / row["ours"]["forwards"]
@@ -178,7 +180,7 @@ def peers_sjd_table(sizes: dict[str, Row]) -> str:
 
 
 def peers_pictures_table(*results: Row) -> str:
-    """Forecasts compared with other libraries: ratios of CPU times of a run, with quartiles."""
+    """Forecasting in diffusers pipelines compared with other libraries: ratios of CPU time per run, with quartiles."""
     rows = []
     for case, entry in [case for data in results for case in data["cases"].items()]:
         for row in entry["contestants"]:
@@ -193,10 +195,10 @@ def peers_pictures_table(*results: Row) -> str:
 
 
 def settings_table() -> str:
-    """Settings of all registered samplers and caches with their defaults, and presets with their changes."""
+    """Settings of all registered samplers and caches with their defaults, and the settings that each preset changes."""
     from paradec import caches, samplers
 
-    def listed(values: dict[str, Any]) -> str:
+    def list_values(values: dict[str, Any]) -> str:
         return ", ".join(f"{key}={value!r}" for key, value in values.items())
 
     rows = []
@@ -204,13 +206,13 @@ def settings_table() -> str:
         for name in registry.names():
             cls = registry.get(name)
             presets = getattr(cls, "presets", {}).items()
-            presets = "; ".join(f"{preset}({listed(changes)})" for preset, changes in presets)
-            rows.append({"kind": cls.kind, "name": name, "settings": listed(cls.settings()), "presets": presets})
+            presets = "; ".join(f"{preset}({list_values(changes)})" for preset, changes in presets)
+            rows.append({"kind": cls.kind, "name": name, "settings": list_values(cls.settings()), "presets": presets})
     return table(rows, "kind | name | settings | presets", "{kind} | {name} | {settings} | {presets}")
 
 
 def _difference(name: str, digits: int) -> str:
-    """Build the format of a difference to the baseline with its interval."""
+    """Build the format string of a difference from the baseline, with its interval."""
     low, high = (f"{{{name}_interval[{end}]:+.{digits}f}}" for end in (0, 1))
     return f"{{{name}:+.{digits}f}} ({low} to {high})"
 
@@ -219,11 +221,12 @@ def antibody_table(data: Row) -> str:
     """Recovered residues and forwards, from benchmarks/antibody.py."""
     head = "sampler | setting | fillings | forwards | recovered, % | versus baseline (95 %) | AUP"
     cells = "{name} | {setting} | {fillings} | {forwards:.1f} | {recovery:.1f} | "
-    return table(by_sampler(data), head, cells + _difference("versus_baseline", 1) + " | {aup:.0f}")
+    return table(group_by_sampler(data), head, cells + _difference("versus_baseline", 1) + " | {aup:.0f}")
 
 
 def protein_exact_table(data: Row) -> str:
-    """Calls of the exact samplers at temperature 0.1 (`jacobi` at three), and CPU time relative to the public code."""
+    """Model calls of the exact samplers at temperature 0.1 (`jacobi` also at 0.001 and 1), and CPU time relative to the
+    public code."""
     columns = [("jacobi", 0.001), ("jacobi", 0.1), ("jacobi", 1), ("jacobi, chain", 0.1), ("sjd", 0.1), ("scd", 0.1)]
     calls_of = {(row["chain"], row["sampler"], row["temperature"]): row["calls"] for row in data["designs"]}
     rows = []
@@ -242,7 +245,8 @@ QUALITY = (
 
 
 def digits_table(data: Row, short: bool) -> str:
-    """Forwards and quality of benchmarks/digits.py; short: one setting for each sampler, without intervals."""
+    """Forwards and quality, from benchmarks/digits.py. With `short`, one setting for each sampler, without
+    intervals."""
     rows = {row["label"]: row | {"exact": "yes" if row["lossless"] else "no"} for row in data["settings"]}
     for row in rows.values():
         row["drafter"] = f"{row['draft_forwards']:.1f}" if row["draft_forwards"] else "-"
@@ -261,7 +265,7 @@ def digits_scales_table(data: Row) -> str:
     rows = []
     for row in data["methods"]:
         values = row["settings"] | {name: value for name, value in row["request"].items() if name != "steps"}
-        texts = {"chosen": setting({name: value for name, value in values.items() if value != 0})}
+        texts = {"chosen": describe_changes({name: value for name, value in values.items() if value != 0})}
         texts["large"] = f" + {row['draft_forwards']:.0f} large" if row["draft_forwards"] else ""
         texts["apart"] = "{:.1f} ({:.1f} to {:.1f})".format(*row["further"]) if row["further"] else ""
         rows.append(row | texts)
@@ -271,21 +275,21 @@ def digits_scales_table(data: Row) -> str:
 
 
 def many_table(data: Row) -> str:
-    """Refilled batches compared with fixed ones, from benchmarks/many.py."""
+    """Costs of fixed batches over those of batches whose free slots are refilled, from benchmarks/many.py."""
     names = ("slots", "calls_x_batch_size", "cpu_seconds", "wall_seconds")
     ratios = " | ".join(f"{{fixed_over_refilled[{name}]:.2f}}" for name in names)
     head = "| slots | calls x batch | CPU time | wall time | equal answers"
-    return table(named(data["beside"]), head, f"{{name}} | {ratios} | {{equal_answers}} of {{prompts}}")
+    return table(add_names(data["beside"]), head, f"{{name}} | {ratios} | {{equal_answers}} of {{prompts}}")
 
 
 def occupancy_table(data: Row) -> str:
-    """Occupancy of batches of several sizes, from benchmarks/many.py."""
+    """Share of batch slots in use, by batch size, from benchmarks/many.py."""
     shares = {str(row["batch_size"]): f"{100 * row['occupancy']:.0f}" for row in data["occupancy"]}
-    return crossed("batch", {"slots with a row, %": shares}, missing="")
+    return cross_table("batch", {"slots with a row, %": shares}, missing="")
 
 
 def server_table(data: Row) -> str:
-    """Waiting times of clients of `paradec serve`, from benchmarks/server.py."""
+    """Response times for clients of `paradec serve`, from benchmarks/server.py."""
     rows = ({"name": name.replace("_", " ")} | data[name] for name in ("one_at_a_time", "together", "among_bad_ones"))
     head = "| requests | at once | lost | p50, s | p99, s | tokens per second"
     cells = "{name} | {requests} | {at_once} | {lost} | {p50_seconds} | {p99_seconds} | {tokens_per_second}"
@@ -315,7 +319,7 @@ def caches_table(data: Row) -> str:
         saved = row["bookkeeping_of_saved"]
         share = f"{100 * row['positions']:.0f}%, {'nothing saved' if saved is None else f'{100 * saved:.1f}%'}"
         cells[f"`{row['cache']}`"][request] = f"{row['speed_up']:.2f}x ({share})"
-    return crossed("cache", cells, missing="")
+    return cross_table("cache", cells, missing="")
 
 
 def suffix_table(data: Row) -> str:
@@ -325,7 +329,7 @@ def suffix_table(data: Row) -> str:
         way = f"`{row['cache']}`" + (f", {row['suffix']}" if row["suffix"] else "")
         share = f" ({row['of_positions']:.2f}; CPU {row['of_cpu']:.2f})" if row["suffix"] else ""
         cells[str(row["answer"])][way] = f"{row['positions']:,}{share}"
-    return crossed("answer", cells, missing="")
+    return cross_table("answer", cells, missing="")
 
 
 def suffix_accuracy_table(data: Row) -> str:
@@ -334,7 +338,7 @@ def suffix_accuracy_table(data: Row) -> str:
     for row in data["rows"]:
         value = f"{100 * row['right']:.1f} ({row['positions']:.0f}; {row['forwards']:.1f} forwards)"
         cells[row["suffix"] or "all masks"][f"{row['slots']} slots"] = value
-    return crossed("suffix", cells, missing="")
+    return cross_table("suffix", cells, missing="")
 
 
 def caches_accuracy_table(data: Row) -> str:
@@ -345,7 +349,7 @@ def caches_accuracy_table(data: Row) -> str:
         value = f"{100 * row['right']:.1f} ({row['positions_per_answer']:.0f})"
         cells[", ".join([f"`{name}`", *changes])][f"`{row['sampler']}`"] = value
     together = dict(sorted(cells.items(), key=lambda item: [*cells].index(item[0].split(",")[0])))
-    return crossed("cache", together, missing="refused")
+    return cross_table("cache", together, missing="refused")
 
 
 def caches_prefix_table(data: Row) -> str:
@@ -364,7 +368,7 @@ def sparsed_table(data: Row) -> str:
 
 
 def canvases_table(data: Row) -> str:
-    """Rows, calls and times compared with lock step, from `benchmarks/canvases.py --part schedule`."""
+    """Rows, calls and times compared with transformers' lock step, from `benchmarks/canvases.py --part schedule`."""
     rows = []
     for row in data["schedule"]["rows"]:
         ours = next(each for each in row["encode_wait"] if each["wait"] == row["default_wait"])
@@ -381,14 +385,14 @@ def canvases_table(data: Row) -> str:
 
 
 def canvases_wait_table(data: Row) -> str:
-    """Decoder and encoder calls: a row per `encode_wait`, a column per setting."""
+    """Decoder and encoder calls: a table row per `encode_wait`, a column per measured setting."""
     cells: Cells = defaultdict(dict)
     for entry in data["schedule"]["rows"]:
         label = f"{entry['settles']}, {'with' if entry['ends'] else 'no'} ends"
         rows = {f"`encode_wait` {row['wait']}": row for row in entry["encode_wait"]}
         for name, row in ({"lock step (transformers)": entry["transformers"]} | rows).items():
             cells[name][label] = f"{row['decoder_calls']} + {row['encoder_calls']}"
-    return crossed("decoder + encoder calls", cells, missing="")
+    return cross_table("decoder + encoder calls", cells, missing="")
 
 
 def canvases_memory_table(data: Row) -> str:
@@ -401,18 +405,18 @@ def canvases_memory_table(data: Row) -> str:
 
 
 def steps_table(data: Row, part: str) -> str:
-    """A part of the result of benchmarks/token_stats.py, as multiples of its first row."""
+    """One part of the result of benchmarks/token_stats.py; times are multiples of the first row's."""
     cells: Cells = defaultdict(dict)
     for name, row in data[part].items():
         (low, high), middle = row["times_base_quartiles"], row["times_base"]
         spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"
         cells[name]["CPU time"] = f"1 ({row['cpu_ms']:.1f} ms)" if middle == 1 else spread
     about = f"(Medians of ratios within a turn, with quartiles; load at most {data['load']:.1f}.)"
-    return "\n".join([crossed("", cells, missing=""), "", about])
+    return "\n".join([cross_table("", cells, missing=""), "", about])
 
 
 def taylorseer_tables(data: Row) -> tuple[str, str]:
-    """Errors in benchmarks/taylorseer.py (paradec's on three schedules), and costs of the kinds of methods."""
+    """Two tables, from benchmarks/taylorseer.py: errors of methods (paradec's on three schedules), and their costs."""
     errors: Cells = defaultdict(dict)
     costs: Cells = defaultdict(dict)
     for row in data["rows"]:
@@ -428,12 +432,12 @@ def taylorseer_tables(data: Row) -> tuple[str, str]:
         if label.endswith(", taylor 1") and schedule == "the paper's schedule":
             costs[f"paradec, {label.removesuffix(', taylor 1')}"][model] = cost
     del errors["all steps"]
-    return crossed("", errors, missing="-"), crossed("", costs, missing="-")
+    return cross_table("", errors, missing="-"), cross_table("", costs, missing="-")
 
 
 def evaluations_table(rows: list[Row]) -> str:
-    """Digits in few evaluations, from benchmarks/digits_masked.py; for the diffusion transformer only the plain runs
-    and uneven schedules, with the pixel error."""
+    """Digits in few evaluations, from benchmarks/digits_masked.py. Of the diffusion transformer, only plain DDIM runs
+    and uneven schedules are listed, with the pixel error."""
     head = "setting | full evaluations | evaluations | right class, % | Frechet distance"
     cells = "{label} | {full:.1f} | {evaluations[0]:.2f} | " + QUALITY
     if "pixel_error" not in rows[0]:
@@ -443,35 +447,35 @@ def evaluations_table(rows: list[Row]) -> str:
 
 
 def _pixel_error(row: Row) -> str:
-    """Format the pixel errors to the references of 20 and 50 steps."""
+    """Format the pixel errors relative to the references of 20 and 50 steps."""
     return " / ".join(f"{error:.4f}" for _, error in sorted(row["pixel_error"].items()))
 
 
-def evenly_table(rows: list[Row]) -> str:
+def even_steps_table(rows: list[Row]) -> str:
     """Right class, Frechet distance and pixel error by basis and target, with a column for each budget."""
     cells: Cells = defaultdict(dict)
     for row in rows:
         if row["curve"] not in ("ddim", "others"):
             numbers = f"{100 * row['accuracy'][0]:.1f} %, {row['distance'][0]:.1f}, {_pixel_error(row)}"
             cells[row["curve"]][row["label"].rpartition(", ")[2]] = numbers
-    return crossed("", cells, missing="-")
+    return cross_table("", cells, missing="-")
 
 
 def probes_published_table(data: Row) -> str:
-    """Published settings: error and cost."""
+    """Errors and costs of published settings, from benchmarks/probes.py."""
     cells: Cells = defaultdict(dict)
     for row in data["published"]:
-        cells[row["way"]][row["model"]] = _strayed(row)
-    return crossed("", cells, missing="-")
+        cells[row["way"]][row["model"]] = _error_and_cost(row)
+    return cross_table("", cells, missing="-")
 
 
 def forecasts_table(head: str, rows: list[Row], cell: Callable[[Row], str]) -> str:
-    """A row for each budget of steps and rule when to evaluate, a column for each model."""
+    """A table row for each pair of step budget and rule for when to evaluate, a column for each model."""
     ways = dict.fromkeys(row["way"] for row in rows)
     cells: Cells = {f"{budget} | {way}": {} for budget in dict.fromkeys(row["budget"] for row in rows) for way in ways}
     for row in rows:
         cells[f"{row['budget']} | {row['way']}"][row["model"]] = cell(row)
-    return crossed(f"{head} |", cells, missing="-")
+    return cross_table(f"{head} |", cells, missing="-")
 
 
 def _error(row: Row) -> str:
@@ -480,17 +484,17 @@ def _error(row: Row) -> str:
 
 
 def _over_even(row: Row) -> str:
-    """Format the ratio of the error to that of evenly spread evaluations: geometric mean and 95 % interval."""
+    """Format the error divided by that of evenly spread evaluations: geometric mean and 95 % interval."""
     return "{:.2f} ({:.2f}-{:.2f})".format(*row["over_even"])
 
 
-def _strayed(row: Row) -> str:
-    """Format the error and the cost."""
+def _error_and_cost(row: Row) -> str:
+    """Format the error, and the evaluated blocks and CPU time as shares of a run that evaluates every step."""
     return f"{_error(row)}; {row['blocks']:.0%}, {row['cpu']:.0%}"
 
 
 def numbers_table(headline: Row, peers: Row, proteins: Row, digits: Row) -> str:
-    """The main numbers of paradec, and the numbers with which they are compared."""
+    """The main results of paradec, each next to the number that it is compared with."""
     default, baseline = headline["reporting"][:2]
     equal = [row for row in _cases(peers) if row["tokens"] == "equal"]
     cpu = [row["cpu_over"][1] for row in equal]
@@ -531,7 +535,7 @@ def to_csv(text: str) -> str:
 
 
 def replace_marked(text: str, name: str, content: str) -> str:
-    """Replace the text between the marks of a name on a page.
+    """Replace the text between `<!-- name -->` and `<!-- /name -->` on a page.
 
     Raises:
         SystemExit: the page has no such marks.
@@ -542,8 +546,8 @@ def replace_marked(text: str, name: str, content: str) -> str:
     return pattern.sub(lambda match: match[1] + content + "\n" + match[2], text)
 
 
-def rendered() -> dict[str, str]:
-    """Render every file that has tables, with the tables of the current results.
+def render_files() -> dict[str, str]:
+    """Render every file that contains tables, from the current results: text by path.
 
     Raises:
         SystemExit: a page lacks the marks of one of its tables.
@@ -591,8 +595,8 @@ def rendered() -> dict[str, str]:
         "digits_masked": evaluations_table(digits_masked["masked"]),
         "digits_scales": digits_scales_table(_result("digits_scales")),
         "digits_dit": evaluations_table(digits_masked["dit"]),
-        "digits_dit_even": evenly_table(digits_masked["dit"]),
-        "probes": forecasts_table("at most", probes["ways"], _strayed),
+        "digits_dit_even": even_steps_table(digits_masked["dit"]),
+        "probes": forecasts_table("at most", probes["ways"], _error_and_cost),
         "probes_even": forecasts_table(
             "at most", [row for row in probes["ways"] if row["over_even"][0] != 1], _over_even
         ),
@@ -629,7 +633,7 @@ def _result(name: str) -> Any:
 
 def main() -> None:
     (ROOT / "docs" / "tables").mkdir(exist_ok=True)
-    for file, text in rendered().items():
+    for file, text in render_files().items():
         (ROOT / file).write_text(text, encoding="utf-8")
         print(f"written to {file}")
 

@@ -1,20 +1,20 @@
-"""TaylorSeer compared with diffusers' hook and cache-dit: error, module calls, FLOPs, memory at equal full steps.
+"""paradec's forecasts compared with diffusers' TaylorSeer hook and cache-dit, at equal numbers of evaluated steps.
 
     python benchmarks/taylorseer.py [--models digits DiT FLUX Wan] [--seeds 2]
 
 The packaged DiT of digits (guidance 2, its DDIM scheduler), and small DiT, FLUX and Wan transformers with random
 weights (Euler steps) denoise the same noise. Every method evaluates the transformer at 7 of 24 steps, and is compared
-with the run that evaluates all steps. Random weights do not measure image quality, but the deviation of each method
-from the model.
+with the full run, which evaluates all steps. With random weights this measures how far each method deviates from the
+model, not image quality.
 
 - error: |latent - full run's| / |full run's - the noise|, mean over seeds.
-- module calls: of attention and feed-forward modules in a run, counted at their first matrix.
-- FLOPs: matrix products and attention (torch's counter), as a share of the full run's.
+- calls: number of calls of attention and feed-forward modules in a run, counted at their first matrix.
+- flops: matrix products and attention (torch's counter), as a share of the full run's.
 - memory: bytes that are stored between steps (not counted for cache-dit).
 
-paradec is measured on three schedules with equally many full steps: the public code's, diffusers', and evenly spread
-steps. cache-dit is measured if it is installed (`pip install -e ".[bench]"`). Writes benchmarks/results/taylorseer.json
-and prints the tables of docs/tables/taylorseer.csv and taylorseer_costs.csv.
+paradec is measured on three schedules with 7 evaluated steps: the paper's (as in its public code), diffusers', and
+evenly spread steps. cache-dit is measured if it is installed (`pip install -e ".[bench]"`). Writes
+benchmarks/results/taylorseer.json and prints the tables of docs/tables/taylorseer.csv and taylorseer_costs.csv.
 """
 
 from __future__ import annotations
@@ -123,18 +123,18 @@ def denoise(name: str, module: nn.Module, arguments: dict[str, Tensor], steps: i
 
 
 Attached = Callable[[nn.Module, str], contextlib.AbstractContextManager[tuple[Callable[[], Any], Callable[[], Any]]]]
-"""Attaches a method to a transformer in a context, which yields a function that begins a run, and one that returns the
-memory."""
+"""Function (transformer, name of the model) that returns a context in which a method is attached. The context yields a
+function to call before each run, and a function that returns {"memory": bytes}."""
 
 
 def diffusers_hook(**changes: Any) -> Attached:
-    """Build an `Attached` with diffusers' TaylorSeer."""
+    """Build an `Attached` with diffusers' TaylorSeer hook; `changes` are settings of its config."""
 
     @contextlib.contextmanager
     def attached(module: nn.Module, name: str) -> Iterator[Any]:
         peak = 0
 
-        def look(*call: Any) -> None:
+        def update_peak(*call: Any) -> None:
             nonlocal peak
             registry = HookRegistry.check_if_exists_or_initialize(module)
             hooks = [child.get_hook("taylorseer_cache") for child in registry._get_child_registries()]
@@ -143,7 +143,7 @@ def diffusers_hook(**changes: Any) -> Attached:
             peak = max(peak, sum(factor.nbytes for factor in factors))
 
         with forecasting.attach_diffusers(module, name, **changes) as start:
-            module.register_forward_hook(look)
+            module.register_forward_hook(update_peak)
             yield start, lambda: {"memory": peak}
 
     return attached
@@ -157,7 +157,7 @@ def cache_dit_hook(module: nn.Module, name: str) -> Iterator[Any]:
 
 
 def ours(settings: dict[str, Any]) -> Attached:
-    """Build an `Attached` with a session of paradec."""
+    """Build an `Attached` with paradec's `Forecast`."""
 
     @contextlib.contextmanager
     def attached(module: nn.Module, name: str) -> Iterator[Any]:
@@ -168,7 +168,7 @@ def ours(settings: dict[str, Any]) -> Attached:
 
 
 class Calls(TorchFunctionMode):
-    """Counter of products with some matrices of a module, independent of hooks around them."""
+    """Counter of `linear` calls with weights of the modules that match `pattern`, independent of hooks on modules."""
 
     def __init__(self, module: nn.Module, pattern: str):
         super().__init__()
@@ -181,25 +181,26 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(name: str, module: nn.Module, arguments: dict[str, Tensor]) -> tuple[Tensor, int, int]:
-    """Make a run; return the latent, FLOPs, and module calls."""
+def denoise_counted(name: str, module: nn.Module, arguments: dict[str, Tensor]) -> tuple[Tensor, int, int]:
+    """Denoise; return the latent, FLOPs, and module calls."""
     with FlopCounterMode(display=False) as counter, Calls(module, FIRST_MATRICES[name]) as calls:
         latent = denoise(name, module, arguments, STEPS)
     return latent, counter.get_total_flops(), calls.count
 
 
 def measure(name: str, method: Attached, plain: list[Tensor], flops: int) -> dict[str, Any]:
-    """Measure the mean error, calls, FLOPs and memory.
+    """Measure a method's mean error, calls, FLOPs and memory.
 
-    plain: latents of the runs that evaluate all steps, one per seed; flops: of such a run. Counts do not depend on the
-    noise, so only one run is counted.
+    Args:
+        plain: latents of the full runs, one per seed.
+        flops: FLOPs of a full run. They do not depend on the noise, so calls and FLOPs are counted for seed 0 only.
     """
     module, latents = build(name), []
-    with method(module, name) as (start, say):
+    with method(module, name) as (start, read_memory):
         for seed in range(len(plain)):
             start()
             if seed == 0:
-                latent, spent, calls = counted(name, module, inputs(name, seed))
+                latent, spent, calls = denoise_counted(name, module, inputs(name, seed))
             else:
                 latent = denoise(name, module, inputs(name, seed), STEPS)
             latents.append(latent)
@@ -207,7 +208,7 @@ def measure(name: str, method: Attached, plain: list[Tensor], flops: int) -> dic
             float((latent - aim).norm() / (aim - inputs(name, seed)["hidden_states"]).norm())
             for seed, (latent, aim) in enumerate(zip(latents, plain, strict=True))
         ]
-        return {"error": sum(errors) / len(errors), "calls": calls, "flops": spent / flops} | say()
+        return {"error": sum(errors) / len(errors), "calls": calls, "flops": spent / flops} | read_memory()
 
 
 def main() -> None:
@@ -248,13 +249,13 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     for name in args.models:
-        latent, flops, calls = counted(name, build(name), inputs(name, 0))
+        latent, flops, calls = denoise_counted(name, build(name), inputs(name, 0))
         plain = [latent, *(denoise(name, build(name), inputs(name, seed), STEPS) for seed in range(1, args.seeds))]
         rows.append({"model": name, "method": "all steps", "error": 0.0, "calls": calls, "flops": 1.0, "memory": 0})
         for label, method in methods.items():
             try:
                 row = measure(name, method, plain, flops)
-            except Exception as error:  # a failure of another library is a result, too
+            except Exception as error:  # a failure of another library is recorded as its result
                 if label.startswith("paradec"):
                     raise
                 row = {"failed": f"{type(error).__name__}: {error}"[:200]}

@@ -1,4 +1,4 @@
-"""Shared parts of benchmarks: times, memory of the process, and sections that continue after failures."""
+"""Shared parts of benchmarks: times, the process's memory, and sections that continue after failures."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import torch
 
 
 def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
-    """Call run(); return its result, seconds of the process's CPU time, and of wall time."""
+    """Call run(); return its result, CPU seconds of the process, and wall seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = run()
     return result, time.process_time() - cpu, time.perf_counter() - wall
 
 
 def resident(name: str = "VmRSS") -> int:
-    """Read this process's resident bytes: "VmRSS" current, "VmHWM" the maximum since `forget_peak`; 0 on systems other
-    than Linux."""
+    """Read this process's resident bytes: now ("VmRSS"), or the maximum since `forget_peak` ("VmHWM"). Returns 0 on
+    systems other than Linux."""
     file = Path("/proc/self/status")
     lines = file.read_text().splitlines() if file.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def processor() -> str:
-    """Read the processor's name from Linux, or else from Python."""
+    """Read the processor's name from /proc/cpuinfo, or else from `platform`."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -38,14 +38,14 @@ def processor() -> str:
 
 
 def forget_peak() -> None:
-    """Reset VmHWM."""
+    """Reset the process's "VmHWM" (peak memory) to its current memory."""
     file = Path("/proc/self/clear_refs")
     if file.exists():
         file.write_text("5")
 
 
 def milliseconds(run: Callable[[int], Any], device: torch.device, repeats: int = 20, warm_up: int = 3) -> float:
-    """Measure the median time on the device of run(i); i counts the calls, so that inputs can change."""
+    """Measure the median milliseconds of run(i) on the device; i counts the calls, so that inputs can change."""
     for index in range(warm_up):
         run(index)
     if device.type != "cuda":
@@ -67,15 +67,15 @@ def milliseconds(run: Callable[[int], Any], device: torch.device, repeats: int =
 
 
 class Section:
-    """One part of a benchmark with a time limit. Failures are recorded and the next measurement follows, since device
-    time is rare; no measurement starts after the limit."""
+    """Part of a benchmark with a time limit, after which no measurement starts. A measurement that fails is recorded in
+    `problems` and the next one follows, since device time is scarce."""
 
     def __init__(self, seconds: float):
         self.begin, self.seconds = time.monotonic(), seconds
         self.problems: list[str] = []
 
     def attempt(self, what: str, run: Callable[[], Any]) -> Any:
-        """Call run() and return its result, or None after a recorded problem."""
+        """Call run() and return its result. If it fails or the time is over, record a problem and return None."""
         if time.monotonic() - self.begin > self.seconds:
             self.problems.append(f"{what}: not started, the section's {self.seconds:.0f} s were over")
             return None
@@ -90,13 +90,13 @@ class Section:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def close(self, **found: Any) -> dict[str, Any]:
-        """Build the section's entry of the result."""
-        return {**found, "problems": self.problems, "seconds": time.monotonic() - self.begin}
+    def close(self, **results: Any) -> dict[str, Any]:
+        """Build the section's entry of the result file."""
+        return {**results, "problems": self.problems, "seconds": time.monotonic() - self.begin}
 
 
 def markdown(rows: Iterable[dict[str, Any]]) -> str:
-    """Format rows as a table; columns are the names of all rows, and missing values are empty."""
+    """Format rows as a Markdown table. Columns are the fields of all rows; missing values are empty."""
     rows = list(rows)
     names = list(dict.fromkeys(name for row in rows for name in row))
 

@@ -2,21 +2,21 @@
 
     python benchmarks/token_stats.py [--repeats 15]
 
-One thread, one run. For float32 logits [32, V] of the vocabularies of LLaDA (126,464) and Dream (152,064) both paths
-return the best token, its probability, the probability of a requested token, and the entropy. "float64" is the code of
-the threshold rules' references: softmax in float64, argmax, gather, entropy, all rows at once. The chunked path also
-reads the same logits at temperature 0.2, after top-k 50 and after top-p 0.95: none of these may take more than 1.5
-times as long as "as is". The filtering itself is measured separately.
+Statistics are the best token, its probability, the probability of a requested token, and the entropy. They are computed
+on one thread from float32 logits [32, V], with V of LLaDA (126,464) and of Dream (152,064). "float64" does this like
+the public codes of the threshold rule: softmax in float64, argmax, gather, entropy, all rows at once. The chunked path
+also reads these logits at temperature 0.2, after top-k 50 and after top-p 0.95; none may take more than 1.5 times as
+long as the unchanged logits ("as is"). The filtering itself is measured separately.
 
-For [16, 126,464] a step's draws are compared with the greedy read and with the draws of LLaDA's and Dream's public
-codes, written here from their formulas. Then follow the third steps of a block of 16 positions, outside of the model's
-forward, of several samplers compared with `threshold`, and statistics compared with a softmax of the same logits.
-`MOST_GREEDY` and `MOST_PUBLIC` are bounds of the draws.
+With logits [16, 126,464] three more things are measured. "draws": a step's draws compared with the greedy read and with
+the draws of LLaDA's and Dream's public codes, which this file implements from their formulas; `MOST_GREEDY` and
+`MOST_PUBLIC` are bounds. "steps": the third step of a block of 16 positions, without the model's forward, of several
+samplers compared with `threshold`. "over_softmax": statistics compared with a softmax of the same logits.
 
-All functions take turns within the same run. Times are medians over the turns with quartiles, as CPU time of the
-process (`time.process_time`, on which other work on the machine has little influence) and wall time; factors are
-medians of ratios of CPU times within a turn. Prints tables and writes benchmarks/results/token_stats.json, with the
-measured commit; exits with an error if a bound does not hold.
+All functions take turns in one run. Times are medians over the turns with quartiles, as CPU time of the process
+(`time.process_time`, which other work on the machine influences little) and wall time; factors are medians of ratios of
+CPU times within a turn. Prints tables and writes benchmarks/results/token_stats.json, with the measured commit; exits
+with an error if a bound does not hold.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ DISTRIBUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "top-p 0.95": lambda logits: filter_logits(logits, 0.95, None),
 }
 MOST = 1.5
-"""Maximum time of a distribution, as a multiple of "as is"."""
+"""Maximum time for the statistics of a distribution, as a multiple of "as is"."""
 MOST_GREEDY = {"temperature 0.7": 2.5, "top-p 0.95": 7.0}
-"""Maximum times of draws, as multiples of the greedy read."""
+"""Maximum times of draws, as multiples of the greedy read's time."""
 MOST_PUBLIC = 0.3
-"""Maximum time of a draw, as a multiple of the public codes' draw."""
+"""Maximum time of a draw, as a multiple of the public codes' time."""
 
 
 def plain(logits: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
@@ -81,26 +81,26 @@ def inputs(vocabulary: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 def difference(logits: Tensor, ids: Tensor) -> float:
-    """Compute the largest difference of the two paths, relative, or absolute below 1."""
+    """Compute the largest difference of `plain` and `chunked`: relative for values above 1, otherwise absolute."""
     expected, result = plain(logits, ids), chunked(logits, ids)
     assert torch.equal(expected[0], result[0]), "the two paths take different tokens"
     return max(float(((a - b).abs() / a.clamp(min=1)).max()) for a, b in zip(expected[1:], result[1:]))
 
 
 def gumbel_loop(logits: Tensor, temperature: float) -> Tensor:
-    """LLaDA's draw, in float64 with a random number per token: argmax of exp(logits) / (-log u) ** temperature."""
+    """Draw as LLaDA does, in float64 with a random u per token: argmax of exp(logits) / (-log u) ** temperature."""
     logits = logits.to(torch.float64)
     noise = (-torch.rand_like(logits).log()) ** temperature
     return (logits.exp() / noise).argmax(-1)
 
 
 def softmax_multinomial(logits: Tensor, temperature: float, top_p: float | None) -> Tensor:
-    """Dream's draw: logits over the temperature, filtered by rank, softmax, and one multinomial draw per row."""
+    """Draw as Dream does: logits over the temperature, filtered by top-p, softmax, one multinomial draw per row."""
     return torch.multinomial(_filter_by_rank(logits / temperature, top_p, None).softmax(-1), 1).squeeze(-1)
 
 
 def draw_functions(vocabulary: int) -> dict[str, Callable[[], Any]]:
-    """Functions that read a step's logits as the sampler does, with draws and greedily, and the public codes' draws."""
+    """Build functions that read a step's logits as a sampler does, greedily and with draws, and public codes' draws."""
     logits = inputs(vocabulary, 16)[0].unsqueeze(0)
     keys, positions = torch.tensor([[1, 2]]), torch.arange(16).unsqueeze(0)
     draws = TokenDraws(keys, torch.tensor([3]), positions, 0.7)
@@ -112,7 +112,7 @@ def draw_functions(vocabulary: int) -> dict[str, Callable[[], Any]]:
     return {
         "greedy": lambda: token_stats(logits, fields=()),
         "temperature 0.7": lambda: token_stats(logits, fields=(), draws=draws),
-        "temperature 0.7, of its own distribution": lambda: token_stats(
+        "temperature 0.7, with its entropy": lambda: token_stats(
             logits, fields=("entropy",), temperature=0.7, draws=draws
         ),
         "top-p 0.95": lambda: filtered(0.95, None),
@@ -125,8 +125,8 @@ def draw_functions(vocabulary: int) -> dict[str, Callable[[], Any]]:
 
 
 def step_functions(vocabulary: int) -> dict[str, Callable[[], tuple[float, float]]]:
-    """Functions that propose and commit the third step of 16 positions, greedily, without the model's call; they return
-    seconds of CPU and wall time."""
+    """Build functions that propose and commit the third step of a request, greedily, and return CPU and wall seconds
+    without the model's call."""
     config = LlamaConfig(vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                          num_attention_heads=2, num_key_value_heads=2, eos_token_id=None)  # fmt: skip
     torch.manual_seed(0)
@@ -153,6 +153,7 @@ def step_functions(vocabulary: int) -> dict[str, Callable[[], tuple[float, float
 
 @torch.no_grad()
 def third_step(model: Any, sampler: Any, request: dict[str, Any]) -> tuple[float, float]:
+    """Make three steps; return CPU and wall seconds of the third one's `propose` and `commit`."""
     state = sampler.start(model, torch.arange(5, 21).unsqueeze(0), temperature=0.0, **request)
     for _ in range(3):
         queries = sampler.query(state)
@@ -165,18 +166,18 @@ def third_step(model: Any, sampler: Any, request: dict[str, Any]) -> tuple[float
 
 
 def statistics_functions(vocabulary: int, rows: int) -> dict[str, Callable[[], Any]]:
-    """Functions that compute statistics, and a softmax of the same logits."""
+    """Build functions that compute statistics, and one that computes a softmax of the same logits."""
     logits, ids = inputs(vocabulary, rows)
     return {
         f"softmax, {rows} positions": lambda: logits.softmax(-1),
         f"token and probability, {rows} positions": lambda: token_stats(logits, fields=()),
-        f"with entropy and a given token, {rows} positions": lambda: chunked(logits, ids),
+        f"with entropy and a requested token, {rows} positions": lambda: chunked(logits, ids),
     }
 
 
 def measure_parts(vocabulary: int, repeats: int) -> dict[str, Any]:
-    """Measure steps, statistics and draws as multiples of the first function of each part. This is done in rounds,
-    since other load on the machine changes within seconds."""
+    """Measure steps, statistics and draws as multiples of the first function of each part. The parts alternate in
+    rounds, since other load on the machine changes within seconds."""
     parts: dict[str, tuple[dict[str, Callable[[], Any]], Callable[[Any], tuple[Any, ...]], int]] = {
         "steps": (step_functions(vocabulary), lambda step: step(), 1),
         "8 positions": (statistics_functions(vocabulary, 8), timed, 2),
@@ -195,8 +196,8 @@ def measure_parts(vocabulary: int, repeats: int) -> dict[str, Any]:
     return summaries | {"over_softmax": over_softmax, "load": max(os.getloadavg())}
 
 
-def exceeded(draws: dict[str, Any]) -> list[str]:
-    """List the bounds that the draws' times exceed."""
+def list_exceeded_bounds(draws: dict[str, Any]) -> list[str]:
+    """List the bounds `MOST_GREEDY` and `MOST_PUBLIC` that the draws' times exceed."""
     greedy, public = draws["greedy"]["cpu_ms"], {"top-p 0.95": ("Dream's draw, top-p 0.95",)}
     problems = [
         f"{name} takes more than {most} times the greedy read"
@@ -223,9 +224,9 @@ def show(summaries: dict[str, Any], base: str) -> None:
 def in_turns(
     functions: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[Any], tuple[Any, ...]] = timed
 ) -> dict[str, list[tuple[float, float]]]:
-    """Measure milliseconds of every function in every turn, as CPU and wall time; odd turns run in reverse order."""
+    """Measure (CPU, wall) milliseconds of every function in every turn; odd turns run in reverse order."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
-    for turn in range(-1, repeats):  # the first turn warms up
+    for turn in range(-1, repeats):  # turn -1 warms up
         for name in list(functions)[:: -1 if turn % 2 else 1]:
             *_, cpu, wall = clock(functions[name])
             if turn >= 0:
@@ -295,7 +296,7 @@ def main() -> None:
     print(f"written to {path.relative_to(ROOT)}")
     slow = [name for row in rows for name in DISTRIBUTIONS if row["laws"][name]["times_base"] > MOST]
     failures = [f"{name}: more than {MOST} times as long as logits as they are" for name in slow]
-    if failures := failures + exceeded(parts["draws"]):
+    if failures := failures + list_exceeded_bounds(parts["draws"]):
         sys.exit("\n".join(failures))
 
 

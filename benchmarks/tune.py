@@ -3,16 +3,16 @@
     python benchmarks/tune.py packaged [--limit 24] [--trials N]
     python benchmarks/tune.py antibody [--chains 64] [--skip 0] [--trials N]
 
-`packaged`: the small text model, prompts of all tasks. `antibody`: AntiBERTy, the sequences of benchmarks/data, 90 % of
-the residues masked once (with the masks of benchmarks/antibody.py for seed 0); both chains of an antibody stay in one
-half.
+`packaged`: the small text model, prompts of all tasks. `antibody`: AntiBERTy, the sequences of benchmarks/data, with 90
+% of the residues masked (the masks of benchmarks/antibody.py for seed 0). The prompts are divided into a choosing half
+and a reported half; the two chains of an antibody are in the same half. `paradec tune` chooses on the choosing half.
 
-All hand-made settings of docs/tables/compare.csv (defaults and `sweep` of the samplers whose defaults take at most
-`SLOW` forwards per position) are also measured on both halves. One rule, the fewest forwards at most a point below the
-best score, then chooses two of them: `fair` on the choosing half, and `oracle` on the reported half, which a user
-cannot know. The preset is compared with both by paired bootstraps over prompts (or antibodies).
+Hand-made settings are those of docs/tables/compare.csv: defaults and `sweep` of the samplers whose defaults take at
+most `SLOW` forwards per position. They are measured on both halves. Two are chosen by the same rule, the fewest
+forwards among scores at most a point below the best: `fair` on the choosing half, `oracle` on the reported half, which
+a user cannot know. The preset is compared with each by paired bootstraps over prompts (or antibodies).
 
-Writes a row for each of these settings, as measured on the reported half, into benchmarks/results/tune_*.json.
+Writes the results on the reported half, a row for each chosen setting, to benchmarks/results/tune_*.json.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SLOW = {"packaged": 0.1, "antibody": 0.3}
 TOLERANCE = 0.01
 
 
-def by_hand(
+def measure_hand_made(
     model: Any,
     questions: Sequence[Question],
     positions: int,
@@ -49,7 +49,8 @@ def by_hand(
     names: Sequence[str] | None = None,
     **request: Any,
 ) -> list[dict[str, Any]]:
-    """Measure all hand-made settings on these prompts: share of right tokens or answers, and forwards."""
+    """Measure all hand-made settings on these questions: score (share of right tokens or answers), and forwards.
+    Samplers whose defaults take more than `slowest` forwards per position (of `positions`) are left out."""
     half, rows = PromptHalf("hand", model, questions, None, None), []
     slow: set[str] = set()
     for configuration in configurations(names):
@@ -59,7 +60,7 @@ def by_hand(
             method = configuration.make()
             steps = configuration.request(positions, blocks)
             if method.uses_steps and not steps and configuration.sampler in paradec.samplers.registry:
-                continue  # one token per step is measured by tune
+                continue  # `paradec tune` measures one token per step
             method.start(model, half.prompts.slice_rows(0, 1), paradec.Request(**request, **steps, sampler=method))
             asking = paradec.Request(**request, **steps, sampler=method, seed=0)
             first = half.measure(asking, 0, min(8, len(half)), 8, Scorer("answers"), {})
@@ -85,26 +86,27 @@ def row(configuration: Configuration, measured: Any) -> dict[str, Any]:
     }
 
 
-def taken(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Select the row with the fewest forwards among rows at most a point below the best score."""
     least = max(entry["score"] for entry in rows) - TOLERANCE - 1e-9
     return min((entry for entry in rows if entry["score"] >= least), key=lambda entry: entry["forwards"])
 
 
-def beside(
+def compare(
     tuning: Tuning, model: Any, first: list[Question], second: list[Question], **more: Any
 ) -> list[dict[str, Any]]:
-    """Build rows of the preset and the hand-made settings on the reported half, with differences to the preset."""
-    choosing, reported = (by_hand(model, half, **more) for half in (first, second))
-    fair = taken(choosing)["name"]
-    by_hand_rows = {
+    """Build rows of the preset and the chosen hand-made settings on the reported half (`second`), with differences to
+    the preset. `first` is the choosing half; `more` are arguments of `measure_hand_made`."""
+    choosing, reported = (measure_hand_made(model, half, **more) for half in (first, second))
+    fair = choose(choosing)["name"]
+    chosen_rows = {
         "fair": next(entry for entry in reported if entry["name"] == fair),
-        "oracle": taken(reported),
+        "oracle": choose(reported),
         "best score": max(reported, key=lambda entry: entry["score"]),
     }
     chosen = tuning.points[tuning.chosen or 0].reported
     rows = summary(tuning)
-    for label, entry in by_hand_rows.items():
+    for label, entry in chosen_rows.items():
         values = [a - b for a, b in zip(tuning.score(chosen), entry["scores"], strict=True)]
         difference = [sum(values) / len(values), *bootstrap(values, tuning.groups)]
         rows.append(
@@ -130,10 +132,10 @@ def summary(tuning: Tuning) -> list[dict[str, Any]]:
 
 def packaged(options: argparse.Namespace) -> dict[str, Any]:
     model, questions = paradec.load(), evaluation.packaged_questions(limit=options.limit)
-    tuning = tuned(model, questions, options)
+    tuning = run_tune(model, questions, options)
     first, second = halves(to_questions(questions), 0)
     sizes = {"positions": model.default_max_new_tokens, "blocks": 2, "slowest": SLOW["packaged"]}
-    rows = beside(tuning, model, first, second, **sizes)
+    rows = compare(tuning, model, first, second, **sizes)
     return {"trials": tuning.trials, "rows": rows}
 
 
@@ -146,15 +148,15 @@ def antibody(options: argparse.Namespace) -> dict[str, Any]:
     questions, special = prompts(real, read_chains()[options.skip : options.skip + options.chains])
     fit = fitting(real, [[real.facts.mask_token_id]], configurations(), LEFT_OUT, paradec.samplers.names())
     names = list(dict.fromkeys(configuration.sampler for configuration in fit))
-    tuning = tuned(model, questions, options, samplers=names, suppress_tokens=special)
+    tuning = run_tune(model, questions, options, samplers=names, suppress_tokens=special)
     first, second = halves(questions, 0)
     positions = round(sum(len(entry.truth or ()) for entry in questions) / len(questions))
     more = {"positions": positions, "blocks": 1, "slowest": SLOW["antibody"], "names": names}
-    rows = beside(tuning, model, first, second, **more, suppress_tokens=special)
+    rows = compare(tuning, model, first, second, **more, suppress_tokens=special)
     return {"trials": tuning.trials, "rows": rows}
 
 
-def tuned(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) -> Tuning:
+def run_tune(model: Any, prompts: Any, options: argparse.Namespace, **more: Any) -> Tuning:
     begin, cpu = time.monotonic(), time.process_time()
     tuning = paradec.tune(
         model,

@@ -1,13 +1,13 @@
 """Shared parts of the comparisons with other libraries: contestants that take turns, and reports.
 
 A contestant has a name and a function that does the whole task once and returns its result (a tensor). In every turn
-all of them do the task once, in a new order, so that other load on the machine affects all alike. Ratios are computed
-within a turn; their median and quartiles are reported, next to the medians of the times. CPU time and peak memory are
-the process's own; peak memory is that of the last turn, above the memory before it.
+each contestant does the task once, in a new order, so that other load on the machine affects all alike. Ratios are
+computed within a turn; their median and quartiles are reported, next to those of the times. CPU time and peak memory
+are measured in the contestant's process; the peak is that of the last turn, above the memory before it.
 
-A library that needs another environment (for example an older transformers) takes its turns in a separate script that
-calls `serve`, run by `Elsewhere(name, python, script)`. Nothing of a reference is copied here: scripts call its public
-functions.
+`Elsewhere(name, python, script)` is a library that needs another environment, for example an older transformers: its
+script calls `serve` and takes the turns in a separate process. No code of the other libraries is copied: scripts call
+their public functions.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from torch import Tensor
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
 if str(BENCHMARKS) not in sys.path:
-    sys.path.insert(0, str(BENCHMARKS))  # `python benchmarks/peers/...` finds provenance and the others
+    sys.path.insert(0, str(BENCHMARKS))  # `python benchmarks/peers/...` finds provenance and timing
 
 from timing import forget_peak, processor, resident, timed  # noqa: E402
 
 
 def checkout_commit(folder: Path) -> str:
-    """Read the commit of a checkout; "unknown" without git.
+    """Read the commit of a checkout; "unknown" if it has no git history.
 
     Raises:
-        FileNotFoundError: not a folder.
+        FileNotFoundError: `folder` is not a folder.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder")
@@ -52,8 +52,8 @@ def checkout_commit(folder: Path) -> str:
 
 @dataclass
 class Contestant:
-    """One participant of a comparison. `version`: a release or a commit; `facts`: further entries of the result;
-    `around`: a context for every turn, which is not timed."""
+    """One participant of a comparison. `version` is a release or a commit; `facts` are further fields of its row in the
+    report. Every turn runs in the context `around`; entering it is not timed."""
 
     name: str
     run: Callable[[], Any]
@@ -64,15 +64,15 @@ class Contestant:
     """Seconds of every turn."""
     result: Any = None
     peak: int = 0
-    """Peak bytes of its process during the last turn, above those before the turn; so without the model, and without
+    """Peak bytes of the process during the last turn, above those before the turn: without the model, and without
     imports and compilation in the first turn."""
 
     def turn(self) -> tuple[float, float]:
         """Do the task once; return seconds of CPU time and of wall time."""
         with self.around:
-            gc.collect()  # garbage of other contestants must not count here
+            gc.collect()  # garbage of other contestants must not count
             with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL("libc.so.6").malloc_trim(0)  # nor must their free heap help
+                ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory freed by other contestants must not be reused
             before = resident("VmRSS")
             forget_peak()
             self.result, cpu, wall = timed(self.run)
@@ -107,8 +107,8 @@ def difference(mine: Tensor, reference: Tensor) -> dict[str, Any]:
 
 
 def beyond(mine: Sequence[float], theirs: Sequence[float], shared: Sequence[float]) -> list[float]:
-    """Quartiles of (mine - shared) / (theirs - shared), turn by turn: times beyond the work that both must do. These
-    depend less on other load of the machine than plain ratios do."""
+    """Compute quartiles over turns of (mine - shared) / (theirs - shared); `shared` are the times of the work that both
+    contestants must do. Other load on the machine changes these less than plain ratios."""
     return quartiles([(a - c) / (b - c) for a, b, c in zip(mine, theirs, shared, strict=True)])
 
 
@@ -118,9 +118,9 @@ def report(
     """Build the result: a row for each contestant.
 
     Args:
-        baselines: names of contestants by whose times the others' are divided.
-        aims: by contestant, the name of the contestant with whose result its result is compared.
-        shared: name of the contestant that does only the work that all others must do, too.
+        baselines: names of the contestants whose times are the denominators of the ratios.
+        aims: {contestant: name of the contestant with whose result its result is compared}.
+        shared: name of the contestant that does only the work that all contestants must do.
     """
     known = {contestant.name: contestant for contestant in contestants}
     entries = []
@@ -144,7 +144,7 @@ def report(
 
 
 def show(title: str, entries: list[dict[str, Any]], baselines: Sequence[str]) -> str:
-    """Format a report as lines to print."""
+    """Format a report as text, with a line for each contestant."""
     lines = [f"{title:<28} {'CPU, s':>9} " + " ".join(f"{'/ ' + base + ' [quartiles]':>32}" for base in baselines)]
     for entry in entries:
         cells = []
@@ -165,7 +165,7 @@ def machine() -> dict[str, Any]:
 
 
 def load() -> float:
-    """Load average of the machine over the last minute."""
+    """Read the machine's load average over the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
@@ -173,11 +173,12 @@ def load() -> float:
 
 
 class Elsewhere(Contestant):
-    """A contestant in another interpreter, which runs while this context is open.
+    """Contestant in another interpreter. The context starts its process on entry and ends it on exit.
 
     Args:
-        python: the interpreter.
-        script: a script that calls `serve`; `arguments`: its command line.
+        python: path of the interpreter.
+        script: a script that calls `serve`.
+        arguments: the script's command line.
     """
 
     def __init__(self, name: str, python: str, script: Path, *arguments: str):
@@ -211,7 +212,8 @@ class Elsewhere(Contestant):
 
 
 def serve(run: Callable[[], Any], version: str = "") -> None:
-    """Take turns for `Elsewhere`: one for each line on standard input. Prints of `run` go to standard error."""
+    """Take the turns of an `Elsewhere` in this process, one for each line on standard input. What `run` prints goes to
+    standard error."""
     out, sys.stdout = sys.stdout, sys.stderr
     print(json.dumps({"version": version}), file=out, flush=True)
     served = Contestant("", run)

@@ -1,4 +1,4 @@
-"""Comparison of forecasts by paradec, diffusers' hook and cache-dit, on transformers with random weights, in turns."""
+"""Comparison of TaylorSeer in paradec, diffusers and cache-dit on transformers with random weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ import paradec
 MODELS = ("DiT", "FLUX")
 STEPS = 24
 SCHEDULE = {"interval": 5, "order": 1, "first_enhance": 3}
-"""Schedule of diffusers."""
+"""Settings of diffusers' TaylorSeer hook; `FULL_STEPS` are the steps that they evaluate."""
 FULL_STEPS = (0, 1, 2, 4, 9, 14, 19)
 TARGETS = ("stack", "output")
-"""Further targets of paradec, besides "module", which forecasts the same modules as diffusers' hook."""
+"""Targets of paradec's forecasts in addition to its default, "module" (the modules that diffusers' hook forecasts)."""
 SIZES: dict[str, dict[str, dict[str, int]]] = {
     "tiny": {
         "DiT": {"layers": 4, "width": 48, "side": 8, "batch": 2},
@@ -40,17 +40,18 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
         "FLUX": {"layers": 2, "singles": 3, "width": 256, "side": 8, "text": 16, "batch": 1},
     },
 }
-"""`side` squared is the number of positions."""
+"""{size: {model: numbers}}; a picture has `side` x `side` positions."""
 BRANCHES = {
     "DiT": [r"transformer_blocks\.\d+\.(attn1|ff)"],
-    # a single-stream block has no module for its sum: proj_out is forecast, and its inputs are still computed
+    # no module of a single-stream block computes its sum: proj_out is forecast, and its inputs are still computed
     "FLUX": [r"transformer_blocks\.\d+\.(attn|ff|ff_context)", r"single_transformer_blocks\.\d+\.(attn|proj_out)"],
     "Wan": [r"blocks\.\d+\.(attn1|attn2|ffn)"],
 }
 BRANCHES["digits"] = BRANCHES["DiT"]
 
 Attach = Callable[[nn.Module, str], contextlib.AbstractContextManager[Callable[[], Any]]]
-"""Accelerates a transformer (of a model in `MODELS`) in a context, which yields a function to call before every run."""
+"""Function (transformer, name in `MODELS`) that returns a context in which a method accelerates the transformer. The
+context yields a function to call before every run."""
 
 
 def build(model: str, size: dict[str, int]) -> nn.Module:
@@ -77,7 +78,7 @@ def build(model: str, size: dict[str, int]) -> nn.Module:
 
 
 def randomise(module: nn.Module) -> nn.Module:
-    """Fill all matrices of the module with random numbers."""
+    """Fill all matrices of the module with normal numbers of standard deviation 1 / sqrt(inputs)."""
     for parameter in module.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
@@ -115,7 +116,7 @@ def denoise(model: str, module: nn.Module, arguments: dict[str, Tensor], steps: 
 
 @contextlib.contextmanager
 def attach_diffusers(module: nn.Module, model: str, **changes: Any) -> Any:
-    """Attach diffusers' own TaylorSeer hook to the branches that paradec forecasts, in the context of its pipelines."""
+    """Attach diffusers' TaylorSeer hook to the modules that paradec forecasts, as diffusers' pipelines do."""
     settings = {
         "cache_interval": SCHEDULE["interval"],
         "disable_cache_before_step": SCHEDULE["first_enhance"],
@@ -138,7 +139,8 @@ def attach_diffusers(module: nn.Module, model: str, **changes: Any) -> Any:
 
 @contextlib.contextmanager
 def attach_cachedit(module: nn.Module, model: str) -> Any:
-    """Attach cache-dit's DBCache with its Taylor calibrator at fixed steps; one block of each list always runs."""
+    """Attach cache-dit's DBCache with its Taylor calibrator, evaluated at `FULL_STEPS`. The first block of each list of
+    blocks is evaluated at every step."""
     import cache_dit
 
     config = cache_dit.DBCacheConfig(
@@ -158,7 +160,7 @@ def attach_cachedit(module: nn.Module, model: str) -> Any:
 
 
 def ours(**settings: Any) -> Attach:
-    """Build an `Attach` with a session of paradec."""
+    """Build an `Attach` of paradec's `Forecast`, with more of its settings."""
 
     @contextlib.contextmanager
     def attach(module: nn.Module, model: str) -> Any:
@@ -174,7 +176,7 @@ def ours(**settings: Any) -> Attach:
 def contestant(
     stack: contextlib.ExitStack, name: str, attach: Attach, model: str, size: dict[str, int], version: str
 ) -> Contestant:
-    """Build a contestant: a method on its own transformer, attached until `stack` is closed."""
+    """Build a contestant with its own copy of the transformer; `stack` keeps the method attached until it is closed."""
     module, arguments = build(model, size), inputs(model, size)
     start = stack.enter_context(attach(module, model))
 

@@ -1,15 +1,16 @@
-"""Forecasts inside a transformer: time per run of paradec, diffusers' hook and cache-dit.
+"""CPU time per denoising run with TaylorSeer: paradec compared with diffusers' hook and cache-dit.
 
     python benchmarks/peers/pictures.py [--sizes tiny wide] [--models DiT FLUX] [--turns 7]
 
 Needs `pip install -e ".[bench]"`. DiT and FLUX transformers with random weights take 24 Euler steps from the same
-noise, on one thread. Every method evaluates them at the same 7 steps, those of diffusers' schedule (interval 5, 3 first
-steps, order 1), and forecasts the other steps. diffusers' hook and paradec forecast the same modules: attention and
-feed-forward of every block. cache-dit evaluates one block of each list at every step, and forecasts the sum of the
-other blocks. "paradec, stack" and "paradec, output" forecast the residual of all blocks and the whole output.
+noise, on one thread. Every method evaluates the transformer at the same 7 steps, those of diffusers' schedule (interval
+5 after 3 first steps, order 1), and forecasts the other steps. diffusers' hook and "paradec" forecast attention and
+feed-forward of every block. cache-dit evaluates the first block of each list of blocks at every step, and forecasts the
+sum of the other blocks. "paradec, stack" forecasts the residual of all blocks, "paradec, output" the whole output.
 
-On DiT paradec's results are compared with diffusers'. On FLUX they differ: diffusers' hook forecasts the branches of a
-single-stream block, paradec their sum. Writes benchmarks/results/peers_pictures.json.
+On DiT, paradec's latents are compared with those of diffusers' hook. On FLUX they differ by design, since in a
+single-stream block the hook forecasts each branch, and paradec their sum. Writes
+benchmarks/results/peers_pictures.json.
 """
 
 from __future__ import annotations

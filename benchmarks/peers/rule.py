@@ -1,11 +1,11 @@
-"""Time of a step outside of the model's call, compared with dInfer's compiled rule on the same logits, in turns.
+"""CPU time of a decoding step without the model's call, compared with dInfer's compiled rule on the same logits.
 
     python benchmarks/peers/rule.py --python ENVIRONMENT/bin/python --dinfer CHECKOUT [--turns 15]
 
-The threshold rule at 0.9 fills blocks of 32 in eight steps with prepared logits. dInfer's part is its decoder's
-`decode`, compiled by torch as published. paradec's part is everything between two calls of the model (`query`,
-`propose` and `commit`) with the logits of undecided positions, as its model calls return them. One thread, CPU time of
-the process. Tokens are compared. Writes benchmarks/results/peers_rule.json.
+The threshold rule at 0.9 fills blocks of 32 in eight steps with prepared logits. Of dInfer, its decoder's `decode` is
+timed, compiled by torch as published. Of paradec, everything between two calls of the model is timed (`query`,
+`propose` and `commit`), with logits of the undecided positions only, as its models return them. The programs take turns
+on one thread; times are CPU times. Their tokens are compared. Writes benchmarks/results/peers_rule.json.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ import paradec
 RESULT = common.BENCHMARKS / "results" / "peers_rule.json"
 BLOCK, STEPS, THRESHOLD = 32, 8, 0.9
 CASES = ((126_464, 1), (126_464, 4), (32_000, 1), (32_000, 8))
-"""Pairs of vocabulary size and number of rows."""
+"""(Vocabulary size, number of rows)."""
 
 
 def random_model(vocab: int) -> Any:
-    """Build a small model that is never called: the logits are prepared."""
+    """Build a small model. It is never called, since the logits are prepared."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 4}
     module = LlamaForCausalLM(LlamaConfig(vocab_size=vocab, max_position_embeddings=512, **sizes))
     return paradec.wrap(module, mask_token_id=vocab - 1, prediction="same", topology="bidirectional")
 
 
 class Ours(contextlib.AbstractContextManager[None]):
-    """The rule with prepared logits. Entering creates the state of one block, which is not timed."""
+    """paradec's threshold rule on prepared logits (one tensor [rows, BLOCK, vocabulary] per step). A call fills one
+    block. Entering the context creates the block's state, which is not timed."""
 
     def __init__(self, model: Any, logits: list[torch.Tensor]):
         self.model, self.logits = model, list(logits)
         self.method: Any = paradec.samplers.create("threshold", threshold=THRESHOLD)
         self.state: Any = None
         with self, torch.inference_mode():
-            self._steps(wanted=True)
+            self._run_steps(reduce_logits=True)
 
     def __enter__(self) -> None:
         prompts = [[1, 2]] * len(self.logits[0])
@@ -56,19 +57,19 @@ class Ours(contextlib.AbstractContextManager[None]):
     def __exit__(self, *reason: object) -> None:
         pass
 
-    def _steps(self, wanted: bool = False) -> None:
-        """Step through the block. wanted: once, reduce each step's logits to the requested positions."""
+    def _run_steps(self, reduce_logits: bool = False) -> None:
+        """Fill the block step by step. `reduce_logits`: keep only the logits of each step's requested positions."""
         for step, logits in enumerate(self.logits):
             (query,) = self.method.query(self.state)
             columns = query.window.columns
-            if wanted and columns is not None:
+            if reduce_logits and columns is not None:
                 index = columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
                 self.logits[step] = logits = logits.gather(1, index)
             self.method.commit(self.state, self.method.propose(self.state, [logits], [query]))
 
     def __call__(self) -> torch.Tensor:
         with torch.inference_mode():
-            self._steps()
+            self._run_steps()
         return self.state.canvas[:, -BLOCK:].clone()
 
 

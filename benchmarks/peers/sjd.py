@@ -1,12 +1,12 @@
-"""paradec's `sjd` compared with its public code: whole images of a random LlamaGen, in turns.
+"""paradec's `sjd` compared with SJD's public code: whole images of a random LlamaGen, in turns.
 
     python benchmarks/peers/sjd.py --python ENVIRONMENT/bin/python --sjd CHECKOUT [--turns 7]
 
-The reference needs an older transformers: `--python` is an interpreter with torch, transformers 4.46.3 and safetensors.
-It runs in a separate process with the same weights. One thread, CPU time of the process. A window of 16, random guesses
-and guidance, as in its script for LlamaGen. With top_k=1 both must write the codes of greedy decoding, which are
-compared. With top_k=1000 each draws its own random numbers, so the numbers of forwards differ; they are in the result,
-and only the time of one forward is comparable.
+The public code needs an older transformers: `--python` is an interpreter with torch, transformers 4.46.3 and
+safetensors, in which it runs in a separate process with the same weights. Each program has one thread; times are CPU
+times. Window (16), random guesses and guidance are those of the public script for LlamaGen. With top_k=1 both programs
+must return the codes of greedy decoding, which are compared. With top_k=1000 they draw different random numbers, so the
+numbers of forwards differ. These are in the result, and only the time per forward is comparable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import paradec
 from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig, LlamaGenModel
 
 RESULT = common.BENCHMARKS / "results" / "peers_sjd.json"
-PATCHED = "its clock, CUDA's events, is stopped, and absl's logging is Python's"
+PATCHED = "its timing by CUDA events is disabled, and absl's logging is replaced by Python's"
 SIZES = {
     # dim, layers, heads, codes, grid
     "tiny": (64, 2, 2, 512, 8),
@@ -38,7 +38,7 @@ LABEL, GUIDANCE, WINDOW = 207, 7.5, 16
 
 
 def random_model(size: str) -> LlamaGenModel:
-    """Build a random LlamaGen with logits of such a spread that some drafts are accepted."""
+    """Build a random LlamaGen. Its weights are scaled so that some drafts are accepted."""
     dim, layers, heads, codes, grid = SIZES[size]
     torch.manual_seed(0)
     module = LlamaGen(LlamaGenConfig(dim=dim, n_layer=layers, n_head=heads, vocab_size=codes, grid=grid))
@@ -93,13 +93,13 @@ def main() -> None:
             with Elsewhere("sjd", args.python, script, str(args.sjd), f"{away}/task.json") as peer:
                 common.alternate([ours_entry, peer], args.turns, warm_up=1)
             contestants = [ours_entry, peer]
-            for contestant in contestants:  # the results of the last turn
+            for contestant in contestants:  # split the last turn's result into codes and number of forwards
                 contestant.facts["forwards"] = int(contestant.result[0, -1])
                 contestant.result = contestant.result[:, :-1]
-            found = common.report(contestants, ("sjd",), {"paradec": "sjd"} if top_k == 1 else {})
+            entries = common.report(contestants, ("sjd",), {"paradec": "sjd"} if top_k == 1 else {})
             name = f"top_k={top_k}"
-            result["cases"][name] = {"contestants": found}
-            print(common.show(name, found, ("sjd",)), [each.facts["forwards"] for each in contestants], flush=True)
+            result["cases"][name] = {"contestants": entries}
+            print(common.show(name, entries, ("sjd",)), [each.facts["forwards"] for each in contestants], flush=True)
     write_result(args.out, result)
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/peers/sjd_reference.py CHECKOUT TASK.json
 
-The code is neither changed nor copied: its classes and its solver are called as in its own script. Replacements of
-modules that are missing on this machine are listed in `sjd.py`'s result.
+The public code is neither changed nor copied: its classes and its solver are called as in its script. Modules that are
+missing on this machine are replaced; `sjd.PATCHED` lists them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from common import serve
 
 
 class NoClock:
-    """Replacement of a CUDA event: the reference times itself with two of them."""
+    """Replacement of `torch.cuda.Event`, with which the public code times itself."""
 
-    def __init__(self, **named: Any):
+    def __init__(self, **kwargs: Any):
         pass
 
     def record(self) -> None:
@@ -36,7 +36,7 @@ class NoClock:
 
 
 def sjd(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """Build a function that returns the codes of one image and the number of forwards: [1, cells + 1]."""
+    """Build a function that generates one image and returns its codes and the number of forwards: [1, cells + 1]."""
     sys.modules["absl"] = types.SimpleNamespace(logging=logging)  # type: ignore[assignment]
     torch.cuda.Event, torch.cuda.synchronize = NoClock, lambda: None  # type: ignore[assignment,misc]
     sys.path[:0] = [str(checkout), str(checkout / "lumina_mgpt")]
@@ -69,12 +69,12 @@ def sjd(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
 
     inference = model.inference  # called by the prefill and by every step
 
-    def counting(*given: Any, **named: Any) -> Any:
+    def count_and_call(*args: Any, **kwargs: Any) -> Any:
         nonlocal forwards
         forwards += 1
-        return inference(*given, **named)
+        return inference(*args, **kwargs)
 
-    model.inference = counting
+    model.inference = count_and_call
     solver = LlamaGenSolver(model=model, image_top_k=task["top_k"], image_top_p=1.0)
 
     def run() -> Any:

@@ -3,14 +3,18 @@
     python benchmarks/peers/text.py --python ENVIRONMENT/bin/python \\
         --fast-dllm CHECKOUT --llada CHECKOUT --dkv-cache CHECKOUT --dinfer CHECKOUT [--turns 7] [--size small]
 
-References need an older transformers: `--python` is an interpreter with torch, transformers 4.46.3, einops and
-safetensors. Each reference runs in a separate process that loads the same checkpoint (LLaDA's format, random weights),
-and takes turns with this process; one thread, CPU time of the process. References without a checkout are left out. The
-cases are the published settings: threshold 0.9, blocks of 32; LLaDA and Dream with half as many steps as tokens;
-dKV-Cache with a whole forward every eighth step. Tokens of greedy cases are compared. "sampled" cases have as many
-steps, but other random numbers: LLaDA at temperature 0.7, Dream at 0.7 with top_p=0.95. The result also has the load of
-the machine, and for every turn (ours - products) / (theirs - products), where products is the time of the matrix
-products, which both must compute.
+The public decoders need an older transformers: `--python` is an interpreter with torch, transformers 4.46.3, einops and
+safetensors. Each runs in a separate process, loads the same checkpoint with random weights as paradec (in LLaDA's or
+Dream's format), and takes turns with this process. All have one thread; times are CPU times. Decoders without a
+checkout are left out. The cases are the published settings:
+
+- Fast-dLLM and dInfer: threshold 0.9, blocks of 32.
+- LLaDA and Dream: half as many steps as tokens. The "sampled" cases have temperature 0.7 (Dream also top_p=0.95).
+- dKV-Cache: a forward over all positions every eighth step.
+
+Tokens are compared, except in the "sampled" cases, whose random numbers differ. The result also has the load of the
+machine, and for every turn (ours - products) / (theirs - products), where products is the time of the matrix products,
+which both programs must compute.
 """
 
 from __future__ import annotations
@@ -34,18 +38,19 @@ import paradec
 
 RESULT = common.BENCHMARKS / "results" / "peers_text.json"
 SIZES = {
-    # hidden, layers, heads, inner, vocabulary, prompt, answer; "words" has LLaDA's vocabulary
+    # hidden size, layers, heads, intermediate size, vocabulary, prompt, answer; "words" has LLaDA's vocabulary
     "tiny": (64, 2, 4, 128, 500, 16, 32),
     "small": (384, 6, 6, 1024, 32_000, 32, 64),
     "words": (384, 6, 6, 1024, 126_464, 32, 64),
 }
 PATCHED = {
-    "llada": "its model class is on the hub alone: the model is Fast-dLLM's copy of it",
-    "dream": "its code is on the hub alone: model and decoding are Fast-dLLM's copies of it",
+    "llada": "its model class is only on the hub: Fast-dLLM's copy is used",
+    "dream": "its code is only on the hub: Fast-dLLM's copies of model and decoding are used",
     "fast_dllm": "nothing",
     "dkv_cache": "nothing; what it prints is discarded",
-    "dinfer": "its packages' own imports are passed over, vllm and sglang are empty modules but for a rank of 0 of 1",
+    "dinfer": "the imports in its __init__ files are skipped; vllm and sglang are empty modules with rank 0 of 1",
 }
+"""By decoder: what is changed to run it."""
 
 
 def random_matrix(draw: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -53,8 +58,8 @@ def random_matrix(draw: torch.Generator, *shape: int, scale: float = 1.0) -> tor
 
 
 def checkpoint(folder: Path, size: str) -> dict[str, int]:
-    """Write a random model in LLaDA's format; return its sizes. With the scale of the last layer the model is confident
-    of some tokens only, so a threshold commits several at a time."""
+    """Write a random model in LLaDA's format; return its sizes. The last layer is scaled so that the model is confident
+    of some tokens, and `threshold` commits several per step."""
     hidden, layers, heads, inner, vocab, _, _ = SIZES[size]
     draw = torch.Generator().manual_seed(0)
     normal = partial(random_matrix, draw)
@@ -90,7 +95,7 @@ def checkpoint(folder: Path, size: str) -> dict[str, int]:
 
 
 def dream_checkpoint(folder: Path, size: str) -> None:
-    """Write a random model of the same sizes in Dream's format."""
+    """Write a random model of a size of `SIZES` in Dream's format."""
     hidden, layers, heads, inner, vocab, _, _ = SIZES[size]
     draw = torch.Generator().manual_seed(0)
     normal = partial(random_matrix, draw)
@@ -121,7 +126,7 @@ def dream_checkpoint(folder: Path, size: str) -> None:
 
 
 def cases(given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
-    """For each case: the reference, its settings, and paradec's."""
+    """Build the cases to run: {name: (decoder, its settings, paradec's request)}."""
     answer = SIZES[given.size][-1]
     rule = {"sampler": paradec.samplers.create("threshold", threshold=0.9)}
     found: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
@@ -149,7 +154,7 @@ def cases(given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], dic
 
 
 def decoder(model: Any, prompt: torch.Tensor, request: dict[str, Any]) -> Callable[[], torch.Tensor]:
-    """Build a function that decodes with paradec and returns [1, prompt + answer]."""
+    """Build a function that decodes with paradec and returns the tokens [1, prompt + answer]."""
 
     def run() -> torch.Tensor:
         return paradec.generate(model, input_ids=prompt, **request).sequences
@@ -158,17 +163,17 @@ def decoder(model: Any, prompt: torch.Tensor, request: dict[str, Any]) -> Callab
 
 
 def products(model: Any, decode: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Build a function that only computes the matrix products of one decoding, in its order and shapes: a lower bound
-    of its time. Products inside attention are left out."""
+    """Build a function that repeats only the matrix products of one call of `decode`, in its order and shapes: a lower
+    bound of the time. Products inside attention are left out. The function returns the tokens of `decode`."""
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     inputs: dict[torch.Size, torch.Tensor] = {}
 
-    def note(part: torch.nn.Linear, given: tuple[torch.Tensor, ...]) -> None:
-        shape = given[0].shape
-        calls.append((inputs.setdefault(shape, torch.randn(shape).to(given[0].dtype)), part.weight))
+    def record(part: torch.nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
+        shape = args[0].shape
+        calls.append((inputs.setdefault(shape, torch.randn(shape).to(args[0].dtype)), part.weight))
 
     linears = [part for part in model.module.modules() if type(part) is torch.nn.Linear]
-    hooks = [part.register_forward_pre_hook(note) for part in linears]
+    hooks = [part.register_forward_pre_hook(record) for part in linears]
     try:
         tokens = decode()
     finally:
@@ -230,7 +235,7 @@ def main() -> None:
             with Elsewhere(reference, args.python, script, *arguments) as peer:
                 contestants.append(peer)
                 common.alternate(contestants, args.turns, warm_up=2)
-            for contestant in contestants:  # some return only the answer
+            for contestant in contestants:  # some decoders return the prompt, too
                 contestant.result = contestant.result[:, -answer:]
             aims = {} if own.get("temperature") else {"paradec": reference}
             entries = common.report(contestants, (reference,), aims, bare.name)

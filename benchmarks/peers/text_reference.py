@@ -1,9 +1,9 @@
-"""A public decoder of LLaDA, run for `text.py` in a separate interpreter and environment.
+"""A public decoder of LLaDA or Dream, run for `text.py` or `rule.py` in a separate interpreter and environment.
 
     python benchmarks/peers/text_reference.py NAME CHECKOUT TASK.json
 
-A reference is neither changed nor copied: it is imported from its checkout, and called as its own scripts call it.
-Replacements of modules that are missing on this machine are listed in `text.py`'s result.
+The decoder (NAME in `REFERENCES`) is neither changed nor copied: it is imported from its checkout, and called as in its
+own scripts. Modules that are missing on this machine are replaced; `text.PATCHED` lists them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common import serve
 
 
 class StandIns:
-    """Importer, for the end of `sys.meta_path`, of empty modules for packages that are imported but not called here."""
+    """Importer, for the end of `sys.meta_path`, of empty modules for packages that are imported but never called."""
 
     def __init__(self, *names: str):
         self.names = names
@@ -50,21 +50,21 @@ def _nothing(attribute: str) -> Any:
 
 
 class _Nothing:
-    """Any attribute of a stand-in; raises when it is called."""
+    """Any attribute of a replaced package; raises RuntimeError when it is called."""
 
-    def __init__(self, *given: Any, **named: Any):
+    def __init__(self, *args: Any, **kwargs: Any):
         raise RuntimeError("a stand-in was called")
 
 
 def llada_model(module: Any, folder: str, dtype: torch.dtype) -> Any:
-    """Build a reference's own LLaDA class with the weights of a checkpoint folder."""
+    """Build the LLaDA class of a decoder's `module`, with the weights of a checkpoint folder."""
     from safetensors.torch import load_file
 
     settings = json.loads((Path(folder) / "config.json").read_text())
     known = {name: value for name, value in settings.items() if name not in ("architectures", "torch_dtype")}
     config = sys.modules[module.LLaDAConfig.__module__].LLaDAConfig(**known)
     sizes = module.create_model_config_from_pretrained_config(config)
-    sizes.init_device = "cpu"  # some references set another device
+    sizes.init_device = "cpu"  # some decoders set another device
     model = module.LLaDAModelLM(config, model=module.LLaDAModel(sizes, init_params=False)).eval()
     weights = load_file(Path(folder) / "model.safetensors")
     missing = model.load_state_dict(weights, strict=False).missing_keys
@@ -73,14 +73,14 @@ def llada_model(module: Any, folder: str, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
-def _asked(task: dict[str, Any]) -> dict[str, int]:
-    """Arguments of LLaDA's `generate` and of functions derived from it, by their names."""
-    named = {"steps": "steps", "gen_length": "answer", "block_length": "block", "mask_id": "mask"}
-    return {name: task[ours] for name, ours in named.items()}
+def _generate_arguments(task: dict[str, Any]) -> dict[str, int]:
+    """Build the keyword arguments of LLaDA's `generate` and of functions derived from it."""
+    keys = {"steps": "steps", "gen_length": "answer", "block_length": "block", "mask_id": "mask"}
+    return {name: task[key] for name, key in keys.items()}
 
 
 def llada(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """LLaDA's own `generate`; its model class is only on the hub, so the model is Fast-dLLM's copy of it."""
+    """Build a run of LLaDA's `generate`. LLaDA's model class is only on the hub, so Fast-dLLM's copy is used."""
     sys.path.insert(0, str(Path(task["model_checkout"]) / "llada"))
     import model.modeling_llada as classes
 
@@ -92,13 +92,13 @@ def llada(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     prompt = torch.tensor(task["prompt"])
 
     def run() -> Any:
-        return generate.generate(module, prompt, **_asked(task), temperature=task["temperature"])
+        return generate.generate(module, prompt, **_generate_arguments(task), temperature=task["temperature"])
 
     return run
 
 
 def dream(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """Dream's own `diffusion_generate`, in Fast-dLLM's copy, with the entropy rule."""
+    """Build a run of Dream's `diffusion_generate` with the entropy rule, from Fast-dLLM's copy of Dream."""
     from safetensors.torch import load_file
 
     sys.path.insert(0, str(checkout / "dream"))
@@ -125,7 +125,7 @@ def dream(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
 
 
 def fast_dllm(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """Fast-dLLM (v1) with no cache, its prefix cache or its dual cache, and the threshold rule."""
+    """Build a run of Fast-dLLM (v1) with the threshold rule and the cache "none", "prefix" or "dual"."""
     sys.path.insert(0, str(checkout / "llada"))
     import generate
     import model.modeling_llada as classes
@@ -139,14 +139,14 @@ def fast_dllm(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     prompt = torch.tensor(task["prompt"])
 
     def run() -> Any:
-        found, _ = decode(module, prompt, **_asked(task), threshold=task["threshold"])
-        return found
+        tokens, _ = decode(module, prompt, **_generate_arguments(task), threshold=task["threshold"])
+        return tokens
 
     return run
 
 
 def dkv_cache(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """dKV-Cache-Decode with a whole forward every `refresh` steps."""
+    """Build a run of dKV-Cache-Decode with a forward over all positions every `refresh` steps."""
     sys.path.insert(0, str(checkout))
     import generation_utils.llada_dkv_cache_decode as decoding
     import models.modeling_llada_dkv_cache_decode as classes
@@ -157,14 +157,19 @@ def dkv_cache(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     def run() -> Any:
         with contextlib.redirect_stdout(io.StringIO()):  # discard its prints
             return decoding.generate(
-                module, None, prompt, **_asked(task), enable_cache=True, cache_reloading_step=task["refresh"]
+                module,
+                None,
+                prompt,
+                **_generate_arguments(task),
+                enable_cache=True,
+                cache_reloading_step=task["refresh"],
             )
 
     return run
 
 
 def _import_dinfer(checkout: Path) -> None:
-    """Make `dinfer` importable without its packages' own imports: models for newer releases, and servers."""
+    """Make `dinfer` importable without its __init__ files, which import models of newer releases, and servers."""
     sys.meta_path.append(StandIns("vllm", "sglang", "flashinfer", "deepspeed"))  # type: ignore[arg-type]
     for name, folder in (("dinfer", "dinfer"), ("dinfer.model", "dinfer/model")):
         package = sys.modules[name] = types.ModuleType(name)
@@ -175,7 +180,7 @@ def _import_dinfer(checkout: Path) -> None:
 
 
 def dinfer_rule(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """dInfer's compiled threshold rule without a model: one block with prepared logits."""
+    """Build a run of dInfer's compiled threshold rule without a model, over one block with prepared logits."""
     _import_dinfer(checkout)
     from dinfer.decoding.parallel_strategy import ThresholdParallelDecoder
 
@@ -192,20 +197,19 @@ def dinfer_rule(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
 
 
 def rule_logits(vocab: int, rows: int, block: int, steps: int) -> list[torch.Tensor]:
-    """Make logits [rows, block, vocab] of `steps` steps; each is confident of block / steps more positions, from the
-    left."""
-    draw, found = torch.Generator().manual_seed(0), []
+    """Draw logits [rows, block, vocab] of each step. Step i is confident of the i-th block / steps positions."""
+    draw, logits_by_step = torch.Generator().manual_seed(0), []
     more = block // steps
     for step in range(steps):
         logits = 2 * torch.randn((rows, block, vocab), generator=draw)
         place = torch.randint(vocab - 2, (rows, more, 1), generator=draw)
         logits[:, step * more : (step + 1) * more].scatter_(-1, place, 40.0)
-        found.append(logits)
-    return found
+        logits_by_step.append(logits)
+    return logits_by_step
 
 
 def dinfer(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
-    """dInfer: block by block with its compiled threshold rule; without a cache, or with the dual one."""
+    """Build a run of dInfer, block by block with its compiled threshold rule and the cache "none" or "dual"."""
     _import_dinfer(checkout)
     import dinfer.model.modeling_llada as classes
     from dinfer.decoding.generate_uniform import BlockWiseDiffusionLLM
@@ -215,11 +219,11 @@ def dinfer(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
     module = llada_model(classes, task["folder"], getattr(torch, task["dtype"]))
     decoder = ThresholdParallelDecoder(0, threshold=task["threshold"], mask_id=task["mask"], eos_id=task["end"])
     cache = None if task["cache"] == "none" else KVCacheFactory(task["cache"])
-    found = BlockWiseDiffusionLLM(module, decoder, BlockIteratorFactory(), early_stop=False, cache_factory=cache)
+    engine = BlockWiseDiffusionLLM(module, decoder, BlockIteratorFactory(), early_stop=False, cache_factory=cache)
     prompt = torch.tensor(task["prompt"])
 
     def run() -> Any:
-        return found.generate(prompt, gen_length=task["answer"], block_length=task["block"])
+        return engine.generate(prompt, gen_length=task["answer"], block_length=task["block"])
 
     return run
 

@@ -208,7 +208,7 @@ def test_the_distribution_of_short_answers_is_the_model_s(shape: str, new: int, 
     state = create_sampler("speculative", small, shape).start(model, [PROMPTS[0]] * 3000, max_new_tokens=new, seed=new)
     decode(create_sampler("speculative", small, shape), model, state)
     every, distribution = exactness.exact_distribution(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
-    counts = exactness.counted(state.canvas[:, 1:], every, 5)
+    counts = exactness.count_answers(state.canvas[:, 1:], every, 5)
     assert exactness.p_value(counts, distribution.numpy()) > 0.01 / (2 * len(TREES))
 
 

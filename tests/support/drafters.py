@@ -103,7 +103,7 @@ def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
         mixed = logits[1] + request["guidance_scale"] * (logits[0] - logits[1]) if guided else logits[0]
         settings = {name: value for name, value in request.items() if name != "negative_prompt"}
         tokens = token_distribution(mixed, Request(**{"temperature": 1.0} | settings))
-        counts = exactness.counted(answer_ids[first::2], possible, VOCAB)
+        counts = exactness.count_answers(answer_ids[first::2], possible, VOCAB)
         values.append(exactness.p_value(counts, probability(tokens, possible).prod(1).detach().numpy()))
     return values
 
@@ -167,4 +167,4 @@ def pair_p_value(
     p = probability(token_distribution(logits, Request(temperature=request["temperature"]), allowed), triples).prod(1)
     p = p.reshape(6, 36).sum(0)  # over the first token
     pairs = torch.cartesian_prod(*[torch.tensor([*allowed_ids])] * 2)
-    return float(exactness.p_value(exactness.counted(answer_pairs, pairs, 64), p.double().numpy()))
+    return float(exactness.p_value(exactness.count_answers(answer_pairs, pairs, 64), p.double().numpy()))
