@@ -17,7 +17,7 @@ from torch import Tensor
 from paradec.core.checks import check_choice, check_int, check_number
 
 DENSE, ESTIMATE, SPARSE = range(3)
-"""Attention of a row in a model call: dense; dense, and making block lists; sparse."""
+"""Mode of a row in a model call: dense attention; dense attention that also makes block lists; sparse attention."""
 BACKENDS = ("auto", "torch", "triton", "flex")
 SELECTIONS = ("isolated", "reference")
 

@@ -45,7 +45,7 @@ INT8 = "paradec_int8"
 LFS = b"version https://git-lfs"
 """First bytes of a pointer file, which git without git-lfs writes instead of a large file."""
 FRACTIONS = ("rope_theta", "rms_norm_eps", "mlp_ratio", "partial_rotary_factor", "routed_scaling_factor")
-"""Fields of config.json that are positive numbers; other positive fields are integers."""
+"""Positive fields of config.json that need not be integers."""
 NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     "attention_dropout": 0.0,
@@ -65,8 +65,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def checkpoint_errors(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert errors of `kinds` (if none are given, ValueError) to CheckpointError with the message "prefix:
-    reason"."""
+    """Convert errors of `kinds` (default: ValueError) to CheckpointError with the message "prefix: reason"."""
     kinds = kinds or (ValueError,)
     try:
         yield
@@ -332,7 +331,7 @@ def check_fit(
 ) -> None:
     """Raise CheckpointError unless `weights` have the names and shapes of `expected`.
 
-    source: name of the weights' file in the message. target: name of what they must fit in the message.
+    source, target: names for the message: of the weights' file, and of the module or file that they must fit.
     optional: names that may be missing. unused: prefixes of names that may be unexpected."""
     problems = {
         "missing": [name for name in expected if name not in weights and name not in optional],

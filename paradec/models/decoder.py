@@ -28,7 +28,7 @@ PLAIN_CLASSES = frozenset(
 
 
 class Decoder(Model):
-    """A transformers causal language model, or a module of that form, which may run with any mask and over a store."""
+    """A transformers causal language model, or a module of that form, with any mask and with a key/value store."""
 
     kind = "decoder"
 

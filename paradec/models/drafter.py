@@ -89,8 +89,8 @@ class FeatureDrafter(Adapter):
         return expanded.index_copy_(-1, self.tokens, logits)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Features [R, F, layers * D] at F positions -> inputs [R, F, D] of the positions after them. Unchanged
-        here."""
+        """Features [R, F, layers * D] at F positions -> inputs [R, F, D] of the next positions; by default
+        unchanged."""
         return features
 
     def bind(self, model: Model) -> Self:

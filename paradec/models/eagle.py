@@ -4,8 +4,8 @@ Li et al., arXiv 2401.15077, section 4.1. EAGLE-2 (arXiv 2406.16858) and LANTERN
 network.
 
 A position's feature is the model's last hidden state, after the final norm. Column i of the drafter reads the feature
-of position i - 1 and the embedding of token i. Its output predicts the feature of position i: the model's output matrix
-converts it to logits, and the drafter reads it in column i + 1. A prompt's first token has no column. Column i has the
+of position i - 1 and the embedding of token i, and predicts the feature of position i. The model's output matrix
+converts this prediction to logits, and column i + 1 reads it. A prompt's first token has no column. Column i has the
 rotary angles of position i - 1; if the model is a LlamaGen, those of the token's cell.
 
 A published folder has config.json (a Llama's, `num_hidden_layers` 1) and model.safetensors or pytorch_model.bin with

@@ -114,8 +114,7 @@ class Int8Quantizer(HfQuantizer):
         return RoundWeights(self)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Round a tied output matrix (not the embeddings), pack weights, and remove transformers' quantisation
-        marks."""
+        """Round a tied output matrix (not the embeddings), pack weights, and remove all marks of quantisation."""
         layers = [layer for layer in model.modules() if isinstance(layer, Int8Module)]
         for name, weight in ((name, weight) for layer in layers for name, weight in layer.named_parameters()):
             expected = torch.float32 if name.endswith("scale") else torch.int8

@@ -91,16 +91,16 @@ def load(
         mask_token_id: overrides the checkpoint's; needed if it states none.
         block_length: the block length with which a block-causal checkpoint was trained. Overrides the checkpoint's;
             needed if it states none. (`generate(block_length=...)` sets the blocks of an answer.)
-        topology: the attention's; None is that of the format ("block_causal" in blocks of 32 for D2F's published
-            adapters). "block_causal" is for weights in LLaDA's or Dream's format that were trained with blocks from the
-            prompt's end (D2F); it needs `block_length`. Nemotron-Labs-Diffusion ("causal_context") may also be "causal"
-            (token by token) or "block_causal".
+        topology: which positions see each other; None is the format's topology ("block_causal" in blocks of 32 for
+            D2F's published adapters). "block_causal" is for weights in LLaDA's or Dream's format that were trained with
+            blocks from the prompt's end (D2F); it needs `block_length`. Nemotron-Labs-Diffusion ("causal_context") may
+            also be "causal" (token by token) or "block_causal".
         rope_theta: replaces the base of a masked model's rotary angles; a larger base suits longer texts (LongLLaDA).
             Rows may be longer than in training, with a warning.
         adapter: a folder or hub repository with a LoRA adapter in peft's format, merged into the weights of LLaDA's,
             Dream's and similar formats. Models that make their own drafts apply it only to these drafts.
         gguf_file: the name of the GGUF file in `source`, as in transformers.
-        tokenizer: replaces the checkpoint's: a tokenizer of transformers, or a folder or hub id that has one.
+        tokenizer: a tokenizer of transformers, or a folder or hub id that has one; replaces the checkpoint's.
         image_options: further arguments of image models, such as `vq=`, the VQ autoencoder's file (MAR: `vae=`); see
             `paradec.models.images.llamagen.load_llamagen` and the other loaders.
 

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) in peft's format.
 
 adapter_config.json selects matrices by the published checkpoint's names or by patterns of them. Therefore peft adapts a
-module of empty linear layers with the published names. A family's `key_mapping` maps these names to the model's
-weights."""
+module of empty linear layers with these names. A family's `key_mapping` maps them to the names of the model's weights.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ class LoRA:
 
     source: the folder or hub repository. file: its adapter_model.safetensors; adapter_config.json is next to it.
     config: peft's LoraConfig.
-    weights: "NAME.lora_A.weight" [rank, in] and "NAME.lora_B.weight" [out, rank]; NAME is the base's name of a
-    matrix."""
+    weights: "NAME.lora_A.weight" [rank, in] and "NAME.lora_B.weight" [out, rank] for matrices NAME of the base."""
 
     source: str
     file: Path

@@ -60,9 +60,8 @@ UNSUPPORTED = {
     "omnivoice": "OmniVoice predicts several tokens at each position; samplers here predict one. Use its own code",
 }
 D2F = re.compile(r"D2F_(?:Dream|LLaDA)_\w+_Lora")
-"""Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and others; Wang et al., arXiv 2508.09192), which make
-a model block-causal: the prompt is one block, and blocks of the answer follow. The adapters' files do not state
-this."""
+"""Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and others; Wang et al., arXiv 2508.09192). They make a
+model block-causal (the prompt is one block, blocks of the answer follow it), but their files do not state this."""
 D2F_BLOCK_LENGTH = 32
 """Block length in most of D2F's published scripts. (Training used 16.)"""
 PROMPT_BLOCK = "prompt_block_length"

@@ -2,8 +2,8 @@
 
 Column i of a head reads token i and the model's last hidden state at i - 1 (after the final norm). Both are normed
 and joined by one matrix; a decoder layer of the model's class and a norm follow. The output is the next hidden state,
-which the model's output matrix converts to logits. A single head drafts repeatedly, like EAGLE, chains or trees. Of
-several heads, head k makes draft k: its columns are one position further right than those of head k - 1.
+which the model's output matrix converts to logits. A single head runs repeatedly, like EAGLE, and drafts chains or
+trees. Of several heads, head k makes draft k: its columns are one position further right than those of head k - 1.
 
 Three layouts are read: `model.layers.N.` after the model's layers (DeepSeek-V3, GLM-4 MoE), `mtp.` (Qwen3-Next, Mellum)
 and `mtp_layers.N.` (MiMo, speculators). The matrix reads (hidden state, token) in the last layout, else (token, hidden
@@ -45,7 +45,7 @@ MATCHING_FIELDS = (
 
 
 class MtpLayer(nn.Module):
-    """One head. template_layer: index of the model's layer after which `block` is built. index: the head's."""
+    """One head. template_layer: index of the model's layer whose form `block` has. index: index of the head."""
 
     def __init__(self, config: Any, layer_class: Any, norm_class: Any, template_layer: int, index: int):
         super().__init__()

@@ -109,7 +109,7 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
 def _save_published(
     model: Any, path: Path, max_shard_size: int | str, quantization: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the published format. quantization: settings of int8 weights; None for weights of plain numbers."""
+    """Write the published format. quantization: settings of int8 weights; None if weights are not quantised."""
     published, module = model.published, model.module
     if quantization is None:
         state = published_weights(module, published)
@@ -224,7 +224,7 @@ class StackedWeight:
 
 
 def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
-    """The weights of a module's checkpoint file by name: the module's names, for fused weights and experts the file's.
+    """The weights of a module's checkpoint file. Keys: names of the module, for fused weights and experts of the file.
 
     state: the module's `state_dict`, of which only sizes are read. fused: as in `paradec.models.family.Family`."""
     weights: dict[str, StackedWeight] = {}
@@ -247,7 +247,8 @@ def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...
 
 
 def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -> tuple[str, tuple[str, ...]] | None:
-    """Name of the file's fused weight that contains `module_name`, and names of all weights in it; None without one."""
+    """Name of the file's fused weight that contains `module_name`, and names of all weights in it; None if not
+    fused."""
     for name, parts in (fused or {}).items():
         for part in parts:
             if module_name.endswith(f".{part}"):
@@ -338,7 +339,8 @@ def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict
 
 
 def _int8_weights(module: nn.Module, names: Mapping[str, str]) -> dict[str, StackedWeight]:
-    """The weights of an int8 file by published name (`names`), for stacked or split weights by the module's name."""
+    """The weights of an int8 file. Keys: published names (`names`), for stacked or split weights names of the
+    module."""
     tied, weights = getattr(module, "all_tied_weights_keys", None) or {}, {}
     for name in module.state_dict():
         if name not in tied:

@@ -1,4 +1,4 @@
-"""Tensor parallel (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3): one model over several processes.
+"""Tensor parallelism (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3): a model over several processes.
 
 transformers splits the weights. All ranks have the same logits, and decode rank 0's prompts and request."""
 
@@ -75,7 +75,7 @@ def exchange(value: Any, wait: timedelta | None = None) -> list[Any]:
     keys = [f"paradec/{number}/{rank_index}" for rank_index in range(distributed.get_world_size())]
     store.set(keys[rank], pickle.dumps(value))  # type: ignore[arg-type]
     store.wait(keys, *[] if wait is None else [wait])
-    store.delete_key(f"paradec/{number - 1}/{rank}")  # all ranks are in this call, so they have read the last value
+    store.delete_key(f"paradec/{number - 1}/{rank}")  # all ranks are in this call, so they have read the previous value
     return [pickle.loads(store.get(key)) for key in keys]
 
 

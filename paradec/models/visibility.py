@@ -62,7 +62,8 @@ def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, mod
 
 
 def special_attention(module: Any) -> dict[str, Any]:
-    """Config fields (name -> value) because of which a mask cannot express a module's attention; {} if it can."""
+    """Config fields (name -> value) because of which a mask cannot express a module's attention; {} if there are
+    none."""
     config = module.config
     layers = getattr(config, "layer_types", None)
     special: dict[str, Any] = {"layer_types": sorted({*(layers or ())} - {"full_attention"}) or None}

@@ -278,8 +278,7 @@ def _check_experts(module: nn.Module, config: Any) -> None:
 
 
 def _max_length(module: nn.Module, config: Any, adapter: type[Model]) -> int | None:
-    """Number of positions that the config allows, without RoBERTa's first padding_idx + 1 positions, which are
-    unused."""
+    """Number of positions that the config allows. RoBERTa's padding_idx + 1 unused positions do not count."""
     length = getattr(config, "max_position_embeddings", None)
     if length is None:
         length = getattr(config, "max_sequence_length", None)  # LLaDA's remote code

@@ -4,8 +4,8 @@ Three paths compute the same numbers; `path_for` chooses one:
 
 - "float64" (`read.py`): for float64 logits and small vocabularies;
 - "chunked" (`portable.py`): PyTorch in float32, in blocks of rows, for CPUs;
-- "triton" (`triton.py`): a kernel that reads every logit once, and one that merges the parts of a row (online softmax:
-Milakov and Gimelshein, arXiv 1805.02867).
+- "triton" (`triton.py`): a kernel that reads every logit once, and a kernel that merges the parts of a row (online
+  softmax: Milakov and Gimelshein, arXiv 1805.02867).
 
 In float32, the best probabilities of trained models round to 1. So the float32 paths sum over all tokens except the
 best. Let z be the logits, m the largest of them, S = sum exp(z - m) and W = sum exp(z - m) (z - m) over these tokens.

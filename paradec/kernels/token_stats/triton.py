@@ -1,4 +1,4 @@
-"""The "triton" path: a kernel that reads every logit once, and one that merges the parts of a row. Imports triton."""
+"""The "triton" path: a kernel that reads every logit once, and a kernel that merges a row's parts. Imports triton."""
 
 from __future__ import annotations
 

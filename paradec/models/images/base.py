@@ -96,15 +96,14 @@ class PictureModel:
         return {name: value for name, value in self.defaults.items() if name != "steps" or sampler.uses_steps}
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture of this size in pixels; None is the model's size. Raises ValueError for a size that
-        the model cannot make."""
+        """The raster of a picture of this size in pixels; None is the model's. Raises ValueError for a wrong size."""
         raise NotImplementedError
 
     def square_grid(
         self, side: int, codes: int, height: int | None, width: int | None, scale: int | None = None
     ) -> Grid:
         """The raster of a model with a single size: `side` x `side` tokens of the first `codes` ids. Raises ValueError
-        for another size. scale: pixels along one side of a token; by default the decoder's, 16 without one."""
+        for another size. scale: pixels along one side of a token; None: the decoder's, or 16 without a decoder."""
         if scale is None:
             scale = 16 if self.decoder is None else self.decoder.config.scale
         for name, value in (("height", height), ("width", width)):
@@ -235,8 +234,7 @@ class ImageModel(PictureModel, Decoder):
         return self.head(hidden if query.wanted is None else take_columns(hidden, query.wanted))
 
     def _store_mask(self, query: Query, store: Any) -> Tensor:
-        """[R, 1, Q, K] bool: which of the K keys in store and call each column sees: those at positions up to its
-        own."""
+        """[R, 1, Q, K] bool: which keys of store and call each column sees (those at positions up to its own)."""
         mask, keys = store.visible(query)
         causal = (query.positions.unsqueeze(-1) >= keys.unsqueeze(-2)).unsqueeze(1)
         return causal if mask is None else causal & mask

@@ -25,8 +25,7 @@ class Stages:
     """The stages that a student was trained for. Raises ValueError for a stage out of range."""
 
     data_counts: tuple[int, ...]
-    """[T + 1]: K(t), the number of data tokens at stage t; K(0) is 0, K(T) all. A call replaces the noise after
-    them."""
+    """[T + 1]: K(t), the number of data tokens at stage t; K(0) = 0. A call replaces the noise tokens after them."""
     second: int
     """Stage at which the second of two calls begins."""
     split: int
@@ -144,6 +143,6 @@ class DistilledModel(PictureModel, Adapter):
 
     def read(self, state: Any, grid: Grid) -> Snapshot:
         accepted = np.array(state.accepted, np.int64).reshape(-1, state.batch)
-        # the grid is the last tokens; of a student of VAR the last scale
+        # the grid has the last tokens (VAR's last scale); earlier tokens count as the prompt
         prompt_lengths = [self.facts.stages.data_counts[-1] - grid.length] * state.batch
         return Snapshot(state.tokens.cpu(), state.done, accepted, prompt_lengths, [0] * state.batch)

@@ -77,8 +77,7 @@ class DistilledLlamaGen(nn.Module):
     def forward(self, labels: Tensor, tokens: Tensor, num_codes: int) -> tuple[Tensor, Tensor]:
         """Code vectors [B, N, codebook_dim] of the continuous head, and logits [B, N, vocab_size].
 
-        labels: [B] int64. tokens: [B, N, codebook_dim], in raster order: `num_codes` normalised code vectors, then
-            noise."""
+        labels: [B] int64. tokens: [B, N, codebook_dim]: in raster order, `num_codes` normalised codes, then noise."""
         condition = self.cls_embedding.embedding_table(labels)
         x = torch.cat((condition.unsqueeze(1), self.tok_embeddings(tokens)), 1)
         column = torch.arange(x.shape[1], device=x.device)
@@ -91,8 +90,8 @@ class DistilledLlamaGen(nn.Module):
 
 
 class DistilledLlamaGenModel(DistilledModel):
-    """The adapter of a `DistilledLlamaGen`. Its stages (`Stages`) are cells: K(t) = t. Raises ValueError for a missing
-    or unfit codebook.
+    """The adapter of a `DistilledLlamaGen`. Its stages (`Stages`) are cells: K(t) = t. Raises ValueError without `vq`
+    or for a codebook of the wrong size.
 
     vq: LlamaGen's VQ autoencoder, whose code vectors a student reads after its first call.
     defaults: `steps` of requests (1 or 2), and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""

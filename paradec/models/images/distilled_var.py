@@ -59,9 +59,9 @@ class DistilledVARModel(ScalePictures, DistilledModel):
     vq: the multi-scale VQ autoencoder of its teacher.
     defaults: `steps` of requests (1 or 2), and with a teacher `guidance_scale` (3 is the public code's cfg of 2),
         `top_k`, `top_p`, `temperature`.
-    second, split: see `paradec.models.images.distilled.Stages`; by default the published ones, else half of the scales.
-    Raises TypeError for another kind of module or autoencoder, ValueError for an unfit codebook or a wrong stage or
-    default."""
+    second, split: see `paradec.models.images.distilled.Stages`; None: as published, or else half of the scales.
+    Raises TypeError for another kind of module or autoencoder, ValueError for a codebook of the wrong size, a wrong
+    stage or an unknown default."""
 
     module: DistilledVAR
     teacher_defaults = {"guidance_scale": 3.0, "top_k": 900, "top_p": 0.95, "temperature": 1.0}

@@ -134,8 +134,7 @@ class LPD(nn.Module):
         masks = torch.full_like(order, self.config.vocab_size)
         ids = torch.cat((classes, codes.gather(1, order)[:, :num_known], masks), 1)
         positions = torch.cat((torch.zeros_like(classes), 1 + order[:, :num_known], 1 + order), 1)
-        # the class is group -1; tokens see tokens up to their group; masks see tokens of earlier groups, masks of
-        # theirs
+        # the class is group -1; tokens see tokens up to their group; masks see earlier tokens and masks of their group
         groups = torch.cat((group.new_full((1,), -1), group[:num_known], group))
         is_mask = torch.arange(len(groups), device=device) > num_known
         is_earlier = groups.unsqueeze(0) < groups.unsqueeze(1) + (~is_mask).unsqueeze(1)
@@ -159,7 +158,7 @@ class LPDModel(ImageModel):
 
     vq: its VQ autoencoder (LlamaGen's); None makes only codes.
     defaults: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p` of requests.
-    Raises TypeError for another kind of module, ValueError for an unfit codebook or an unknown default."""
+    Raises TypeError for another kind of module, ValueError for a codebook of the wrong size or an unknown default."""
 
     makes = "grouped image"
     family = "groups"
@@ -231,8 +230,7 @@ class LPDModel(ImageModel):
             return ranked_logits(self.module, query, store)
 
     def in_any_order(self, branches: int) -> LPDModel:
-        """Return a copy for any-order samplers: a row is the class, then all cells; `blank_id` marks undecided
-        cells."""
+        """Return a copy for any-order samplers: a row is the class and all cells; `blank_id` marks undecided cells."""
         facts = replace(self.facts, vocab_size=self.blank_id + 1, mask_token_id=self.blank_id)
         return self._copy_with(facts=facts, any_order=True, first_position=1, branches=branches)
 

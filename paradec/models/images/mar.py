@@ -101,8 +101,7 @@ class MAR(nn.Module):
     def encode(
         self, tokens: Tensor, positions: Tensor, labels: Tensor, past: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """Encode N known tokens in R rows: [R, N, width], with class tokens prepended if `buffer`. Also return keys and
-        values.
+        """Encode N known tokens of R rows. Returns [R, N, width] (class tokens prepended if `buffer`), keys and values.
 
         Args:
             tokens: [R, N, channels]. positions: [R, N] int64, in the image, in raster order. labels: [R] int64.
@@ -119,13 +118,12 @@ class MAR(nn.Module):
     def decode(
         self, encoded: Tensor, columns: Tensor, positions: Tensor, past: Keys | None = None, buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """Compute the diffusion head's conditions [R, M, width] at M positions, and keys and values (class tokens come
-        first).
+        """Compute the diffusion head's conditions [R, M, width] at M positions, keys and values (class tokens first).
 
         Args:
             encoded: from `encode` with the same `buffer`. columns: [R, N] int64: the tokens' indices in `positions`.
-            positions: [R, M] int64, in the image; the input is a mask at those not in `columns`. past, buffer: as for
-                `encode`."""
+            positions: [R, M] int64, in the image; masks are at those not in `columns`. past, buffer: as for
+            `encode`."""
         position = self.decoder_pos_embed_learned[0]
         x = self.decoder_embed(encoded)
         start = self.buffer if buffer else 0
@@ -175,8 +173,7 @@ class MARModel(PictureModel, Adapter):
 
     vae: a `paradec.models.images.vq.KLDecoder`; None makes only latents.
     defaults: `steps` and `guidance_scale` of requests.
-    Raises TypeError for another kind of module, ValueError if the VAE's width is not the tokens' or for an unknown
-    default."""
+    Raises TypeError for another kind of module, ValueError for a VAE of the wrong width or an unknown default."""
 
     makes = "continuous image"
     family = "continuous"
@@ -230,7 +227,8 @@ class MARModel(PictureModel, Adapter):
             return ContinuousAnswer(distribution.mean, conditions, reused_keys, distribution)
 
     def _select_reused_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> ReusedKeys:
-        """Select keys and values of a full step for later calls: of the decoder without positions `drop` [R, U], of the
+        """Select keys and values of a full step for later calls: the decoder's without positions `drop` [R, U]; those
+        of
         class tokens only with `keep_buffer`."""
         num_buffer, num_positions = self.module.buffer, self.module.positions
         dropped = torch.zeros(len(drop), num_positions, dtype=torch.int, device=drop.device).scatter(1, drop, 1)

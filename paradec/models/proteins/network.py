@@ -124,7 +124,7 @@ class ProteinMPNN(nn.Module):
         rows, size = letters.shape
         neighbours = encoding.neighbours[residue]  # [N, K]
         is_visible = rank[row.unsqueeze(1), neighbours] < rank[row, residue].unsqueeze(1)
-        # rows of `table`: the decoded residues of all rows, then the undecoded ones
+        # rows of `table`: the decoded residues of all rows, then the undecoded residues
         table_index = torch.where(is_visible, neighbours + row.unsqueeze(1) * size, neighbours + rows * size)
         nodes, complete = encoding.nodes.expand(rows, -1, -1), encoding.complete[residue].unsqueeze(-1)
         hidden = encoding.nodes[residue]
@@ -148,7 +148,7 @@ class Features(nn.Module):
         self.norm_edges = nn.LayerNorm(width)
 
     def forward(self, structure: Structure, count: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
-        """Edges [L, K, D] in parts, and the neighbours [L, K] int64 that they lead to."""
+        """Edges [L, K, D] in chunks, and the neighbours [L, K] int64 that they lead to."""
         dtype = self.edge_embedding.weight.dtype
         wide_dtype = torch.promote_types(dtype, torch.float32)
         complete = structure.complete.to(device)
@@ -213,7 +213,7 @@ class EncoderLayer(Layer):
     def forward(
         self, nodes: Tensor, edges: list[Tensor], neighbours: Tensor, complete: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """nodes [L, D], edges [L, K, D] in parts -> nodes and edges. Incomplete residues send no messages."""
+        """nodes [L, D], edges [L, K, D] in chunks -> nodes and edges. Incomplete residues send no messages."""
         mask = (complete[:, None] & complete[neighbours]).unsqueeze(-1).to(nodes.dtype)
         mask_chunks = [mask[chunk] for chunk in chunks(mask)]
         received = _messages(self.W1, self.W2, nodes, edges, neighbours)
@@ -237,12 +237,12 @@ class DecoderLayer(Layer):
         return x @ self.W1.weight.chunk(4, 1)[index].T
 
     def project_edges(self, edges: list[Tensor]) -> Tensor:
-        """The edges' term: [L, K, D] in parts -> [L, K, D]."""
+        """The edges' term: [L, K, D] in chunks -> [L, K, D]."""
         return torch.cat([linear(chunk, self.W1.weight.chunk(4, 1)[1], self.W1.bias) for chunk in edges])
 
     def forward(self, nodes: Tensor, table: Tensor, table_index: Tensor, edges: Tensor, residue: Tensor) -> Tensor:
-        """Nodes [N, D] -> [N, D]. Terms: of neighbours, `table` [T, D] at `table_index` [N, K]; of edges, `edges`
-        [L, K, D] at `residue` [N]."""
+        """Update nodes [N, D]. The neighbours' terms are rows `table_index` [N, K] of `table` [T, D]; the edges' terms
+        are rows `residue` [N] of `edges` [L, K, D]."""
         projected, sums = self.project(0, nodes).unsqueeze(1), []
         for chunk in chunks(nodes):
             message = embedding(table_index[chunk], table)

@@ -132,8 +132,7 @@ class Structure:
 
     @property
     def index(self) -> list[int]:
-        """L positions along the chain: the residue numbers, but each repeated number shifts all later numbers by
-        one."""
+        """L positions along the chain: the residue numbers, but a repeated number shifts all later numbers by one."""
         indices: list[int] = []
         num_repeated, previous = 0, None
         for number in self.numbers or ():
@@ -232,8 +231,7 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
     missing. Residues are ATOM records with a CA, and modified residues among the HETATM records (`MODIFIED`); their
     other three atoms may be missing. Residues with unknown names read as X. Other molecules (ligands, metals, nucleic
     acids) become `Structure.atoms`, without water and hydrogen. If no element is stated, the atom's name implies it.
-    Unknown elements are left out. mmCIF files have two names for chains and residues: the author's, as in PDB files,
-    are read.
+    Unknown elements are left out. Chains and residues of mmCIF files get the author's names, as in PDB files.
 
     Args:
         chains: labels of the chains to read, in the file's order; None reads all.

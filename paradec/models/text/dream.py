@@ -1,4 +1,4 @@
-"""Dream (Dream-org/Dream-v0-7B, Dream-Coder, apple/DiffuCoder-7B and kin) and Fast-dLLM v2 checkpoints on transformers'
+"""Dream (Dream-org/Dream-v0-7B, Dream-Coder, apple/DiffuCoder-7B, ...) and Fast-dLLM v2 checkpoints on transformers'
 Qwen2. Dream has Qwen2.5's blocks and names, without a causal mask; logits row i - 1 predicts token i. Ye et al., "Dream
 7B", arXiv 2508.15487."""
 

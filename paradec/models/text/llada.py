@@ -1,4 +1,4 @@
-"""LLaDA checkpoints (GSAI-ML/LLaDA-8B, LLaDA-1.5, iLLaDA-8B and kin; Nie et al., arXiv 2502.09992) on transformers'
+"""LLaDA checkpoints (GSAI-ML/LLaDA-8B, LLaDA-1.5, iLLaDA-8B, ...; Nie et al., arXiv 2502.09992) on transformers'
 Llama.
 
 A LLaDA block is a Llama block with other names: `ff_proj` gates (SiLU), `up_proj` multiplies, the block's `ff_out`

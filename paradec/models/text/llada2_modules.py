@@ -98,8 +98,7 @@ class BlockRouter(Glm4MoeTopkRouter):
         return logits, weights * self.routed_scaling_factor, expert_ids
 
     def _groups(self, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """[R, Q] int64: a number below R * Q for each column's block, different for each row. [R, Q] bool: valid
-        columns, or None."""
+        """[R, Q] int64: a number below R * Q for each block of each row. [R, Q] bool: valid columns; None: all."""
         row_start = torch.arange(rows, device=device).unsqueeze(1) * length
         if self.blocks is None:
             return row_start + torch.arange(length, device=device) // self.block, None
