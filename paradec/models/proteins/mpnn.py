@@ -237,7 +237,7 @@ class ProteinMPNNModel(Opaque):
             row.append(LETTERS.index(letters.pop()) if letters else MASK_ID)
         if MASK_ID not in row:
             has_ties = len(row) <= len(target)
-            hint = "; a residue that keeps its letter fixes all residues tied to it" if has_ties else ""
+            hint = "; a kept letter fixes all residues tied to it: redesign all of them" if has_ties else ""
             name = self.names[target_index]
             raise ValueError(f"fixed, redesign, chains and the backbone of {name} leave no residue to design{hint}")
         return row

@@ -413,7 +413,7 @@ def test_default_sampler_and_errors_of_rows() -> None:
     assert "C" not in paradec.generate(model, row, sampler="margin", bad_words=["C"]).text
     both = model.on([structure, piece(0, 20, "long")])
     refuses(lambda: paradec.generate(both, row, max_new_tokens=5), "leave max_new_tokens out", wrong)
-    refuses(lambda: tied.prompt(redesign="A1"), "redesign all of a tie")
+    refuses(lambda: tied.prompt(redesign="A1"), "redesign all of them")
     refuses(lambda: structure.by_chain("M" * (len(structure) - 1)), r"model\.letters\(out\.sequences\)")
     question = {"q": paradec.YesNo("?")}
     refuses(lambda: paradec.decide(model, "x", question), "decide takes text models", wrong)
