@@ -1,4 +1,4 @@
-"""Patterns, choices and schemas from users: parsing, errors, tokenizations and compilation."""
+"""`Regex`, `Choice` and `JsonSchema`: accepted texts, errors, tokenizations, markers, limits and compilation."""
 
 import copy
 import datetime
@@ -43,7 +43,9 @@ def matches(automaton: ByteAutomaton, text: str) -> bool:
 
 
 def some_text(automaton: ByteAutomaton, draw: np.random.Generator, max_bytes: int = 400) -> str | None:
-    """Draw a text by a random walk that after some steps goes to acceptance. None if it exceeds `max_bytes`."""
+    """Draw an accepted text by a random walk, which after some steps takes a shortest path to acceptance.
+
+    Return None if the text exceeds `max_bytes`."""
     distance = np.where(automaton.accept, 0, 10**9)
     for _ in range(len(distance)):
         next_distance = np.where(automaton.step >= 0, distance[automaton.step], 10**9).min(1) + 1
@@ -81,12 +83,12 @@ PATTERNS = st.recursive(st.tuples(PART, COUNT).map("".join), join_patterns, max_
 def test_patterns_match_like_python(pattern: str, text: str, seed: int) -> None:
     automaton = byte_automaton(paradec.Regex(pattern).node())
     assert matches(automaton, text) == bool(re.fullmatch(pattern, text, re.ASCII))
-    drawn = some_text(automaton, np.random.default_rng(seed)) if len(automaton.accept) else None
-    assert drawn is None or re.fullmatch(pattern, drawn, re.ASCII)
+    sample = some_text(automaton, np.random.default_rng(seed)) if len(automaton.accept) else None
+    assert sample is None or re.fullmatch(pattern, sample, re.ASCII)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "part"),
+    ("pattern", "message"),
     [
         ("a(?=b)", "lookahead at 1"), ("(?<!a)b", "negative lookbehind at 0"), (r"(a)\1", "a backreference at 3"),
             (r"a\012", "an octal escape at 1"), ("(?#note)a", "a comment at 0"),
@@ -96,8 +98,8 @@ def test_patterns_match_like_python(pattern: str, text: str, seed: int) -> None:
         ("(.*a.{20}){3}", "more than 65536 states"), ("(" * 3000 + ")" * 3000, "nested too deeply"),
     ],
 )  # fmt: skip
-def test_patterns_that_are_refused(pattern: str, part: str) -> None:
-    refuses(lambda: byte_automaton(paradec.Regex(pattern).node()), part)
+def test_unsupported_patterns_are_refused(pattern: str, message: str) -> None:
+    refuses(lambda: byte_automaton(paradec.Regex(pattern).node()), message)
 
 
 SCHEMAS: list[Any] = [
@@ -126,10 +128,10 @@ SCHEMAS: list[Any] = [
 
 
 def is_valid_value(value: Any, schema: Any, root: Any) -> bool:
-    """Validate a value keyword by keyword."""
+    """Return whether a value is valid, by checking every keyword. root: the schema that contains `$defs`."""
     kinds: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 
-    def is_of(kind: str) -> bool:
+    def has_kind(kind: str) -> bool:
         if kind in kinds:
             return isinstance(value, kinds[kind])
         return not isinstance(value, bool) and isinstance(value, int if kind == "integer" else (int, float))
@@ -141,7 +143,7 @@ def is_valid_value(value: Any, schema: Any, root: Any) -> bool:
         return is_valid_value(value, result, root)
     passed = [True]
     if "type" in schema:
-        passed.append(any(map(is_of, [schema["type"]] if isinstance(schema["type"], str) else schema["type"])))
+        passed.append(any(map(has_kind, [schema["type"]] if isinstance(schema["type"], str) else schema["type"])))
     passed.append("enum" not in schema or value in schema["enum"])
     passed.append("const" not in schema or value == schema["const"])
     passed.append("anyOf" not in schema or any(is_valid_value(value, part, root) for part in schema["anyOf"]))
@@ -159,9 +161,9 @@ def is_valid_value(value: Any, schema: Any, root: Any) -> bool:
     if isinstance(value, str):
         passed += [len(value) >= schema.get("minLength", 0), len(value) <= schema.get("maxLength", 10**9)]
         passed.append("pattern" not in schema or re.search(schema["pattern"], value) is not None)
-        reads = {"date": datetime.date.fromisoformat, "uuid": uuid.UUID}.get(schema.get("format", ""), str)
-        passed.append(reads(value) is not None)
-    if is_of("number"):
+        parse = {"date": datetime.date.fromisoformat, "uuid": uuid.UUID}.get(schema.get("format", ""), str)
+        passed.append(parse(value) is not None)
+    if has_kind("number"):
         passed += [value >= schema.get("minimum", -math.inf), value <= schema.get("maximum", math.inf)]
         passed += [value > schema.get("exclusiveMinimum", -math.inf), value < schema.get("exclusiveMaximum", math.inf)]
     return all(passed)
@@ -171,13 +173,13 @@ def is_valid_value(value: Any, schema: Any, root: Any) -> bool:
 def test_texts_of_schemas_are_valid(schema: Any) -> None:
     value = paradec.JsonSchema(schema, depth=2)
     automaton = byte_automaton(value.node())
-    draw, actual = np.random.default_rng(0), 0
+    draw, num_texts = np.random.default_rng(0), 0
     for _ in range(40):
         text = some_text(automaton, draw)
         if text is not None:
             assert is_valid_value(json.loads(text), schema, schema), text
-            actual += 1
-    assert actual > 10
+            num_texts += 1
+    assert num_texts > 10
 
 
 BOUNDS = [{}, {"minimum": 7}, {"maximum": -3}]
@@ -194,7 +196,7 @@ def test_bounds_of_integers(bounds: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "part"),
+    ("schema", "message"),
     [
         ({"type": "array", "uniqueItems": True}, "uniqueItems is True, and must be false"),
         ({"properties": {"a": {"unevaluatedProperties": False}}},
@@ -211,25 +213,25 @@ def test_bounds_of_integers(bounds: dict[str, int]) -> None:
         ({"type": "string", "minLength": 3, "maxLength": 2}, "allows no text"),
     ],
 )  # fmt: skip
-def test_schemas_that_are_refused(schema: Any, part: str) -> None:
-    refuses(lambda: paradec.JsonSchema(schema), part)
+def test_unsupported_schemas_are_refused(schema: Any, message: str) -> None:
+    refuses(lambda: paradec.JsonSchema(schema), message)
 
 
 @pytest.mark.parametrize("limits", [{}, {"minItems": 1}, {"maxItems": 2}, {"minItems": 2, "maxItems": 3}])
-def test_arrays_hold_all_their_texts(limits: dict[str, int]) -> None:
+def test_schemas_of_arrays_accept_exactly_the_valid_texts(limits: dict[str, int]) -> None:
     schema = nested_arrays(2, **limits)
     automaton = byte_automaton(paradec.JsonSchema(schema).node())
     for size in range(1, 8):
         for parts in itertools.product(("[", "]", ",", "null"), repeat=size):
             text = "".join(parts)
             try:
-                fits = is_valid_value(json.loads(text), schema, schema)
+                is_valid = is_valid_value(json.loads(text), schema, schema)
             except ValueError:
-                fits = False
-            assert matches(automaton, text) == fits, text
+                is_valid = False
+            assert matches(automaton, text) == is_valid, text
 
 
-def test_work_does_not_double_with_each_level_of_arrays() -> None:
+def test_sixty_levels_of_arrays_compile_in_two_seconds() -> None:
     begin = time.process_time()
     automaton = byte_automaton(paradec.JsonSchema(nested_arrays(60)).node())
     assert time.process_time() - begin < 2
@@ -274,7 +276,7 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_schemas_take_bounded_work(name: str) -> None:
-    """Hostile schemas are refused or have a small automaton."""
+    """Hostile schemas are refused or have a small automaton, within 5 seconds."""
     begin = time.process_time()
     try:
         automaton = byte_automaton(paradec.JsonSchema(HOSTILE[name], depth=8).node())
@@ -300,8 +302,9 @@ def test_constraints_are_saved_in_presets() -> None:
         request = Request(constraint=value)
         assert Request.from_arguments({}, json.loads(json.dumps(request.to_dict()))).constraint == value
         assert hash(value) == hash(constraint_of("constraint", value.to_dict()))
-    holes = Request(constraint=[None, paradec.Regex("a")])
-    assert Request.from_arguments({}, json.loads(json.dumps(holes.to_dict()))).constraint == (None, paradec.Regex("a"))
+    request = Request(constraint=[None, paradec.Regex("a")])  # one per row
+    saved = json.loads(json.dumps(request.to_dict()))
+    assert Request.from_arguments({}, saved).constraint == (None, paradec.Regex("a"))
     for wrong, error in (("a", TypeError), ({"rexeg": "a"}, ValueError), ({}, ValueError), ([3], TypeError)):
         refuses(partial(Request, constraint=wrong), "constraint", error)
     for choices in ("abc", [], [""], ["a", "a"], [3]):
@@ -331,9 +334,9 @@ def test_tokens_are_accepted_if_their_text_matches(data: st.DataObject) -> None:
     automaton = compile_tokens(paradec.Regex(pattern))
     ids = data.draw(st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=3))
     ids = data.draw(st.sampled_from([ids, encode("one two"), encode("éx"), [*encode("one"), *ids]]))
-    spelt = spelling_of(TOKENIZER)
-    assert spelt is not None
-    raw = spelt.read(ids) or b""
+    spelling = spelling_of(TOKENIZER)
+    assert spelling is not None
+    raw = spelling.read(ids) or b""
     try:
         text = raw.decode()
     except UnicodeDecodeError:
@@ -344,7 +347,7 @@ def test_tokens_are_accepted_if_their_text_matches(data: st.DataObject) -> None:
     assert accepts(automaton, [*ids, *[TOKENIZER.eos_token_id] * 2]) == bool(re.fullmatch(pattern, text, re.ASCII))
 
 
-def test_choices_have_one_spelling() -> None:
+def test_choices_accept_only_the_tokenizers_own_tokenization() -> None:
     automaton = compile_tokens(paradec.Choice(["one two", "three"]))
     assert accepts(automaton, encode("one two")) and accepts(automaton, encode("three"))
     letters = spell("three")
@@ -352,8 +355,8 @@ def test_choices_have_one_spelling() -> None:
     assert accepts(compile_tokens(paradec.Regex("three")), letters)
 
 
-def test_tokenizers_with_unknown_joining_take_choices_only() -> None:
-    """The text of joined tokens is unknown: patterns are refused, choices work."""
+def test_with_an_unknown_kind_of_tokenizer_only_choices_work() -> None:
+    """It is unknown how the texts of tokens are joined, so patterns are refused."""
 
     class Reversed:
         all_special_ids: list[int] = []
@@ -392,34 +395,36 @@ def test_tokenizers_with_unknown_joining_take_choices_only() -> None:
         ({"thinking_budget": 1}, "thinking_budget=1 needs after"),
     ],
 )
-def test_markers_are_checked(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_markers_and_thinking_budgets_are_refused(arguments: dict[str, Any], message: str) -> None:
     for value in ({"regex": "a"}, {"choice": ["a"]}, {"json_schema": {"type": "null"}}):
         refuses(partial(constraint_of, "constraint", value | arguments), message)
     grammar = {"grammar": 'start: "a"', "after": "x"} | arguments
     refuses(partial(constraint_of, "constraint", grammar), "after does not work with a grammar|thinking_budget")
 
 
-MARKED = ["<unk>", "</t>", "\u2581a", "a", "b", "</", "t>", "\u2581b", "<0x3C>", "t>b", "</t"]
+MARKER_TOKENS = ["<unk>", "</t>", "\u2581a", "a", "b", "</", "t>", "\u2581b", "<0x3C>", "t>b", "</t"]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("special", [(0,), (0, 1)])
 @pytest.mark.parametrize("drops_space", [False, True])
-def test_a_marker_in_any_tokens(drops_space: bool, special: tuple[int, ...]) -> None:
-    """Check all sequences of up to 4 tokens. A special token may be the marker; leading spaces may be dropped."""
-    tokenizer = Tokenizer(models.WordLevel({text: token for token, text in enumerate(MARKED)}, unk_token="<unk>"))
+def test_a_marker_is_found_in_every_tokenization(drops_space: bool, special: tuple[int, ...]) -> None:
+    """Check all sequences of up to 4 tokens. The marker may be a special token; the decoder may drop leading spaces."""
+    tokenizer = Tokenizer(
+        models.WordLevel({text: token for token, text in enumerate(MARKER_TOKENS)}, unk_token="<unk>")
+    )
     sentence_piece = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     sentence_piece += [decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(sentence_piece) if drops_space else decoders.Fuse()
-    names = [MARKED[token] for token in special]
+    names = [MARKER_TOKENS[token] for token in special]
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", extra_special_tokens=names[1:])
-    automaton = token_automaton(paradec.Regex("a?b| a|<", after="</t>"), fast, len(MARKED) + 3, (), ())
+    automaton = token_automaton(paradec.Regex("a?b| a|<", after="</t>"), fast, len(MARKER_TOKENS) + 3, (), ())
     assert automaton.free[0] and not automaton.free[automaton.accept].any()
 
     def read(ids: tuple[int, ...]) -> str:
         text, has_begun = "", False
         for token in ids:
-            name = MARKED[token]
+            name = MARKER_TOKENS[token]
             if drops_space and token not in special:
                 name = name.replace("\u2581", " ").replace("<0x3C>", "<")
                 name, has_begun = name if has_begun else name.removeprefix(" "), True
@@ -432,20 +437,20 @@ def test_a_marker_in_any_tokens(drops_space: bool, special: tuple[int, ...]) -> 
         return count if read(ids[:count]).endswith("</t>") else None
 
     num_texts = 0
-    for ids in itertools.chain.from_iterable(itertools.product(range(len(MARKED)), repeat=n) for n in range(5)):
+    for ids in itertools.chain.from_iterable(itertools.product(range(len(MARKER_TOKENS)), repeat=n) for n in range(5)):
         count = free_length(ids)
         answer = "" if count is None else read(ids)[len(read(ids[:count])) :]
-        fits = count is not None and not {*ids[count:]} & {*special} and answer in ("ab", "b", " a", "<")
-        assert accepts(automaton, [*ids]) == fits, ids
-        if fits:
+        is_allowed = count is not None and not {*ids[count:]} & {*special} and answer in ("ab", "b", " a", "<")
+        assert accepts(automaton, [*ids]) == is_allowed, ids
+        if is_allowed:
             num_texts += 1
             assert automaton.free_length(ids) == count
             assert fast.decode(ids, skip_special_tokens=True).endswith(answer.strip() if count == 1 else answer)
     assert num_texts > 100
 
 
-def test_literals_behind_a_marker() -> None:
-    """Free text has any tokenization. The text after the marker has the tokenizer's, as without a marker."""
+def test_text_after_a_marker_has_the_tokenizers_own_tokenization() -> None:
+    """Text up to the marker may have every tokenization. After it, literals have one, as without a marker."""
     schema = {"type": "object", "properties": {"one": {"enum": ["two", "three"]}}, "required": ["one"]}
     plain, marked = compile_tokens(paradec.JsonSchema(schema)), compile_tokens(paradec.JsonSchema(schema, after="then"))
     free = [encode("one then"), [*encode("<"), 2, *encode("th"), *encode("en")], spell("then")]
@@ -456,8 +461,9 @@ def test_literals_behind_a_marker() -> None:
             assert marked.free_length([*begin, *answer]) == len(begin)
         assert not accepts(marked, answer)
     assert [accepts(plain, answer) for answer in answers] == [True, True, False]
-    twice = compile_tokens(paradec.Regex("( ?one| then)*", after="then"))
-    assert accepts(twice, encode("two then then one then one")) and not accepts(twice, encode("two then two then one"))
+    repeated = compile_tokens(paradec.Regex("( ?one| then)*", after="then"))  # the answer may contain the marker
+    assert accepts(repeated, encode("two then then one then one"))
+    assert not accepts(repeated, encode("two then two then one"))
     value = paradec.Choice(["one", "one two"], after="then")
     assert accepts(compile_tokens(value), encode("then") + encode("one two")) and value.accepts("a thenone two")
     assert not value.accepts("one two") and not value.accepts("then one two") and not value.accepts("thenone thenone")
@@ -470,7 +476,7 @@ def many_texts(count: int, length: int) -> list[str]:
 
 @pytest.mark.parametrize("pattern", ["a(ba)*", "(one|two)( three)?", "[a-d]{3}(x{4})*", "(aa|bbb){1,3}"])
 @pytest.mark.parametrize("ends", [(), (TOKENIZER.eos_token_id,)])
-def test_states_reach_acceptance_in_n_tokens(pattern: str, ends: tuple[int, ...]) -> None:
+def test_reach_gives_the_states_that_accept_after_n_tokens(pattern: str, ends: tuple[int, ...]) -> None:
     automaton = token_automaton(paradec.Regex(pattern), TOKENIZER, len(TOKENIZER), ends, ())
     expected, reached = automaton.accept, []
     for count in range(20):
@@ -480,30 +486,30 @@ def test_states_reach_acceptance_in_n_tokens(pattern: str, ends: tuple[int, ...]
     assert passes.lengths(automaton, 19).tolist() == reached
 
 
-def test_a_long_answer_takes_no_table_of_states_times_tokens() -> None:
-    """500 texts over 126,000 tokens in 4,096 slots take at most 5 MB, with all derived arrays."""
+def test_automata_of_large_vocabularies_take_little_memory() -> None:
+    """500 texts over 126,000 tokens take less than 2.5 MB, including all derived arrays."""
     texts = many_texts(500, 24)
     for ends in ((), (TOKENIZER.eos_token_id,)):
         automaton = token_automaton(paradec.Choice(texts), TOKENIZER, 126_000, ends, ())
         assert automaton.states > 5000
     span = TextSpan(automaton, 0, 4096, None)
     assert span.after(0)[0] and not span.after(4090)[0] and span.after(4096)[automaton.end]
-    automaton.by_state, automaton.by_class, automaton.by_next  # noqa: B018 - they are made on first use
+    automaton.by_state, automaton.by_class, automaton.by_next  # noqa: B018 - computes the arrays, which are lazy
     arrays = [*automaton.members, *(a for a in vars(automaton).values() if isinstance(a, np.ndarray))]
     groups = [automaton.by_state, automaton.by_class, automaton.by_next, automaton.runs, automaton.runs.by_class]
     arrays += [a for group in groups for a in vars(group).values() if isinstance(a, np.ndarray)]
     assert sum(a.nbytes for a in arrays) <= automaton.nbytes < 2.5e6
 
 
-def test_choices_are_bounded() -> None:
+def test_choices_have_a_limit_of_states_and_compile_in_bounded_time() -> None:
     begin = time.process_time()
     refuses(lambda: compile_tokens(paradec.Choice(many_texts(4000, 28))), "choices take more than 65536 states")
-    automaton = compile_tokens(paradec.Choice(["a" * 3 + "bc" * 5000]))  # one long text takes bounded time
+    automaton = compile_tokens(paradec.Choice(["a" * 3 + "bc" * 5000]))
     assert automaton.states > 5000 and automaton.reach(automaton.states)[0]
     assert time.process_time() - begin < 5
 
 
-def test_edges_of_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patterns_have_a_limit_of_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     value = paradec.Regex("[a-z]*e[a-z]{6}")
     edges = len(compile_tokens(value).edges)
     monkeypatch.setattr(spelling, "MAX_EDGES", edges // 2)
@@ -531,13 +537,15 @@ def compiler() -> Iterator[Compiler]:
     instance.close()
 
 
-def test_compiled_automata_equal_local_ones(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_automata_of_the_compiler_equal_those_compiled_in_process(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pattern, schema = "[ab]{2,5}c?", {"type": "array", "items": {"enum": [1, "two"]}}
     for make, argument in ((Regex, pattern), (JsonSchema, schema)):
         value: Constraint = make(argument)
         expected = value.to_token_automaton(TOKENIZER, VOCAB)
         assert compiler.compile(make, argument) == value
-        monkeypatch.setattr(type(value), "to_token_automaton", None)  # the compiled one is cached
+        monkeypatch.setattr(type(value), "to_token_automaton", None)  # the compiler's automaton is in the cache
         actual = token_automaton(value, TOKENIZER, VOCAB, (), ())
         for name in ("edges", "accept", "class_of"):
             np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
@@ -545,7 +553,7 @@ def test_compiled_automata_equal_local_ones(compiler: Compiler, monkeypatch: pyt
     assert compiler.compile(Regex, pattern) == Regex(pattern)  # from the cache
 
 
-def test_compilation_is_limited_and_does_not_block_others(compiler: Compiler) -> None:
+def test_slow_or_large_compilations_are_refused_without_blocking_others(compiler: Compiler) -> None:
     with ThreadPoolExecutor(4) as pool:
         slow = pool.submit(compiler.compile, time.sleep, 60)
         large = pool.submit(compiler.compile, bytearray, 2**29)

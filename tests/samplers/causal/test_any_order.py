@@ -1,4 +1,4 @@
-"""Causal samplers on any-order models: same tokens or distribution as decoding one position per step."""
+"""Causal samplers on any-order models: same tokens, or same distribution, as with one position per step."""
 
 import itertools
 import math
@@ -37,8 +37,10 @@ def model() -> ProteinMPNNModel:
     return load_protein_mpnn(GOLDEN / "proteins" / "small.pt", PIECES, dtype=torch.float64)
 
 
-def draw_request(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[list[int]], dict[str, Any], list[Any]]:
-    """Draw prompts of several structures, a request, and [`order`, a listed order for each row]."""
+def draw_request(
+    draw: random.Random, model: ProteinMPNNModel
+) -> tuple[list[list[int]], dict[str, Any], Any, list[list[int]]]:
+    """Draw prompts of several structures, a request, the field `order`, and a list of positions for each row."""
     prompts, listed_orders = [], []
     for _ in range(draw.randint(1, 4)):
         number = draw.randrange(len(PIECES))
@@ -53,7 +55,7 @@ def draw_request(draw: random.Random, model: ProteinMPNNModel) -> tuple[list[lis
     request = {"temperature": draw.choice((0.0, 0.05, 0.3, 1.0, 2.0)), "top_k": draw.choice((None, None, 3))}
     request |= {"top_p": draw.choice((None, None, 0.8)), "seed": draw.randrange(100)}
     request |= {"suppress_tokens": draw.choice(((), (1, 5, 9)))}
-    return prompts, request, [draw.choice(("random", "chain", listed_orders)), listed_orders]
+    return prompts, request, draw.choice(("random", "chain", listed_orders)), listed_orders
 
 
 QUICK = [0, 1, 2]
@@ -63,10 +65,10 @@ QUICK = [0, 1, 2]
 @pytest.mark.parametrize(
     "first", [pytest.param(first, marks=() if first in QUICK else pytest.mark.full) for first in range(100)]
 )
-def test_jacobi_gives_the_tokens_of_one_position_a_step(model: ProteinMPNNModel, first: int) -> None:
+def test_jacobi_gives_the_tokens_of_one_position_per_step(model: ProteinMPNNModel, first: int) -> None:
     for number in range(5 * first, 5 * first + 5):
         draw = random.Random(number)
-        prompts, request, (order, listed) = draw_request(draw, model)
+        prompts, request, order, listed_orders = draw_request(draw, model)
         sampler = paradec.samplers.create("jacobi", window=draw.choice((None, None, 1, 3)))
         out = paradec.generate(model, prompts, sampler=sampler, order=order, logprobs=0, **request)
         keys = torch.as_tensor(row_keys([request["seed"]] * len(prompts), prompts))
@@ -74,7 +76,7 @@ def test_jacobi_gives_the_tokens_of_one_position_a_step(model: ProteinMPNNModel,
             size, tokens = len(prompt) - 1, out.sequences[row, -len(prompt) :].tolist()
             named_order = orders.create("raster" if order == "chain" else "random")
             groups = named_order.groups(1, size, draws_from_keys(keys[row : row + 1]))
-            positions = listed[row] if order is listed else groups.order[0].tolist()
+            positions = listed_orders[row] if order is listed_orders else groups.order[0].tolist()
             expected, _ = sequential(model, prompt, positions, keys[row], Request(**request))
             assert tokens == expected, (number, row)
             assert out.row_nfe[row] <= prompt.count(MASK_ID)
@@ -82,7 +84,7 @@ def test_jacobi_gives_the_tokens_of_one_position_a_step(model: ProteinMPNNModel,
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_log_probabilities_add_up_to_the_score_in_the_order(
+def test_log_probabilities_equal_conditional_ones_in_the_order_of_decoding(
     model: ProteinMPNNModel, name: str, temperature: float
 ) -> None:
     order = random.Random(4).sample(range(14), 14)
@@ -98,59 +100,63 @@ def test_log_probabilities_add_up_to_the_score_in_the_order(
     assert out.logprobs.chosen[0, [0, 1, 8]].isnan().all()
 
 
-def test_calls_evaluate_undecided_positions_only(model: ProteinMPNNModel) -> None:
+def test_calls_evaluate_undecided_positions_and_the_last_decided_one(model: ProteinMPNNModel) -> None:
     prompt, request = model.prompt("gaps"), {"temperature": 0.5, "seed": 2, "trace": True}
     out = paradec.generate(model, prompt, sampler="jacobi", **request)
     remaining, evaluated = 12, 15
     for step in out.trace.steps:
         assert step.forwarded == [evaluated]
         remaining -= len(step.commits)
-        evaluated = remaining + 1  # plus the last final token, which was not a draft
+        evaluated = remaining + 1  # also the last decided token, which was not a draft
     assert remaining == 0 and 1 < out.nfe < 12 and len(out.trace.steps[0].commits) == 1
     first, second = out.trace.steps[:2]
     assert not first.rejected and len(second.rejected) + len(second.commits) - 1 == 10
     one_by_one = paradec.generate(model, prompt, sampler=paradec.samplers.create("jacobi", window=1), **request)
     assert one_by_one.nfe == 12 and torch.equal(one_by_one.sequences, out.sequences)
-    assert {at for step in out.trace.steps for _, at, *_ in step.commits} == {*range(1, 15)} - {1, 8}
+    positions = {position for step in out.trace.steps for _, position, *_ in step.commits}
+    assert positions == {*range(1, 15)} - {1, 8}
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("order", ["listed", pytest.param("random", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [*NAMES, "maximal"])
-def test_the_distribution_is_that_of_one_position_a_step(model: ProteinMPNNModel, name: str, order: str) -> None:
-    """Compare with the enumeration of all designs of four residues with three letters."""
-    four, letters, temperature = model.on(piece(12, 16, "four")), (9, 12, 15), 0.5
-    prompt, size = four.prompt(), 4
+def test_the_distribution_equals_that_of_one_position_per_step(model: ProteinMPNNModel, name: str, order: str) -> None:
+    """Compare with the enumeration of all designs of four residues from three amino acids."""
+    four_residues, letters, temperature = model.on(piece(12, 16, "four")), (9, 12, 15), 0.5
+    prompt, size = four_residues.prompt(), 4
     suppressed = [token for token in range(20) if token not in letters]
     all_orders = [[2, 0, 3, 1]] if order == "listed" else list(itertools.permutations(range(size)))
     expected, independent = torch.zeros(3**size, dtype=torch.float64), torch.ones(3**size, dtype=torch.float64)
     for number, design in enumerate(itertools.product(letters, repeat=size)):
         for place in range(size):
-            p = conditional(four, prompt, [], place)[list(letters)].div(temperature).softmax(-1)
+            p = conditional(four_residues, prompt, [], place)[list(letters)].div(temperature).softmax(-1)
             independent[number] *= p[letters.index(design[place])]
         for places in all_orders:
             probability, row = 1.0, list(prompt)
             for k, place in enumerate(places):
-                p = conditional(four, row, list(places[:k]), place)[list(letters)].div(temperature).softmax(-1)
+                p = conditional(four_residues, row, list(places[:k]), place)[list(letters)].div(temperature).softmax(-1)
                 probability *= float(p[letters.index(design[place])])
                 row[1 + place] = design[place]
             expected[number] += probability / len(all_orders)
     count = 3_000 if order == "listed" else 100_000
     sampler = paradec.samplers.create("scd", refresh="maximal") if name == "maximal" else name
     request = {"temperature": temperature, "seed": 3, "suppress_tokens": suppressed, "num_return_sequences": count}
-    out = paradec.generate(four, prompt, sampler=sampler, order=all_orders[0] if order == "listed" else None, **request)
-    index = {token: number for number, token in enumerate(letters)}
-    place = torch.tensor([index.get(token, 0) for token in range(20)])
-    numbers = (place[out.sequences[:, 1:]] * 3 ** torch.arange(size - 1, -1, -1)).sum(1)
-    counts = torch.bincount(numbers, minlength=3**size)
+    request["order"] = all_orders[0] if order == "listed" else None
+    out = paradec.generate(four_residues, prompt, sampler=sampler, **request)
+    letter_index = torch.zeros(20, dtype=torch.int64)
+    letter_index[list(letters)] = torch.arange(3)
+    design_index = (letter_index[out.sequences[:, 1:]] * 3 ** torch.arange(size - 1, -1, -1)).sum(1)
+    counts = torch.bincount(design_index, minlength=3**size)
     assert expected.sum() == pytest.approx(1) and (expected * count >= 5).sum() > 15
     assert exactness.p_value(counts.numpy(), expected.numpy()) > 1e-3
     assert exactness.p_value(counts.numpy(), independent.numpy()) < 1e-6
     assert max(out.row_nfe) <= size
 
 
-class Sums(Opaque):
-    """An any-order model with end tokens, without padding or store: logits are sums over tokens of lower rank."""
+class SumModel(Opaque):
+    """An any-order model with end tokens, whose logits are sums over the tokens that are decoded earlier.
+
+    It supports neither padding nor a KV cache."""
 
     any_order = reads_order = True
 
@@ -172,31 +178,31 @@ class Sums(Opaque):
         size = query.tokens.shape[1]
         known, place = query.tokens != 6, torch.arange(size)
         rank = torch.where(known, (query.decided_at + 1) * size + place, 10_000)
-        sees = (rank.unsqueeze(1) < rank.unsqueeze(2)).double()  # [R, i, j]
-        pairs = self.pairs[place, query.tokens][:, :, :size]  # [R, j, i, V]
-        logits = self.first[:size] + torch.einsum("rij,rjiv->riv", sees, pairs)
+        is_earlier = (rank.unsqueeze(1) < rank.unsqueeze(2)).double()  # [row, position, earlier position]
+        pairs = self.pairs[place, query.tokens][:, :, :size]  # [row, earlier position, position, vocabulary]
+        logits = self.first[:size] + torch.einsum("rij,rjiv->riv", is_earlier, pairs)
         return logits if query.wanted is None else take_columns(logits, query.wanted)
 
 
-def decode_in_order(model: Sums, row: list[int], order: list[int], key: Tensor, temperature: float) -> list[int]:
-    """Decode one position per step in `order`; cut the row after its first end token from the left."""
+def decode_in_order(model: SumModel, row: list[int], order: list[int], key: Tensor, temperature: float) -> list[int]:
+    """Decode one position per step in `order`. Pad the answer after its leftmost end token."""
     row = list(row)
-    start = max((at + 1 for at, token in enumerate(row) if token != 6), default=0)
-    decided = [at for at, token in enumerate(row) if token != 6]
+    decided = [position for position, token in enumerate(row) if token != 6]
+    start = max((position + 1 for position in decided), default=0)
     for place in (place for place in order if row[place] == 6):
-        logits = model.first[place] + sum(model.pairs[at, row[at], place] for at in decided)
+        logits = model.first[place] + sum(model.pairs[earlier, row[earlier], place] for earlier in decided)
         logits = logits.clone()
         logits[6] = -torch.inf
         noise = rng.gumbel(rng.uniform(key[None], torch.tensor([0]), torch.tensor([[place]]), 7, NOISE_STREAM))[0, 0]
         row[place] = int(((logits / temperature).log_softmax(-1) + noise).argmax())
         decided.append(place)
-    end = next((at for at in range(start, len(row)) if row[at] == 5), None)
+    end = next((position for position in range(start, len(row)) if row[position] == 5), None)
     return row if end is None else row[: end + 1] + [4] * (len(row) - end - 1)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_ends_are_those_of_the_text_from_left_to_right(seed: int) -> None:
-    model, prompts = Sums(), [[0, 6, 2], [6, 6, 1, 6], [3]]
+def test_rows_end_at_their_leftmost_end_token(seed: int) -> None:
+    model, prompts = SumModel(), [[0, 6, 2], [6, 6, 1, 6], [3]]
     out = paradec.generate(model, prompts, sampler="jacobi", max_new_tokens=6, temperature=1.0, seed=seed)
     rows = [[*row, *[6] * 6] for row in prompts]
     keys = torch.as_tensor(row_keys([seed] * 3, prompts))
@@ -210,8 +216,8 @@ def test_ends_are_those_of_the_text_from_left_to_right(seed: int) -> None:
     assert {len(query.tokens) for query in model.calls} == {1}
 
 
-def test_stop_strings_streamers_and_holes_see_the_text() -> None:
-    model, streamed = Sums(), []
+def test_stop_strings_streaming_and_infilling() -> None:
+    model, streamed = SumModel(), []
     request = {"sampler": "jacobi", "temperature": 1.0, "seed": 5, "eos_early_stop": False}
     unstopped = paradec.generate(model, [0, 6, 6, 6, 6, 6, 6, 6, 6], **request)
     letters = "".join("abcde.?"[token] for token in unstopped.sequences[0].tolist())
@@ -241,6 +247,6 @@ def test_rows_of_generate_many_do_not_depend_on_the_batch(model: ProteinMPNNMode
         assert out.logprobs.sums()[0] == pytest.approx(float(together.logprobs.sums()[out.index]), abs=1e-9)
 
 
-def test_orders_are_saved() -> None:
+def test_orders_survive_a_round_trip_through_to_dict() -> None:
     assert math.isclose(Request(order=[1, 0]).order[0], 1) and Request(order="random").to_dict() == {"order": "random"}
     assert Request(**Request.from_dict(Request(order=orders.create("random", sizes=2)).to_dict())).order.sizes == 2

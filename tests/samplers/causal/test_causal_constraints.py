@@ -1,4 +1,4 @@
-"""Constraints on causal models: recorded runs, and the distribution of masked token-by-token decoding."""
+"""Constraints on causal models: recorded runs, and the distribution of token-by-token decoding without other tokens."""
 
 from typing import Any
 
@@ -68,7 +68,8 @@ def test_recorded_greedy_runs(name: str, chain: str) -> None:
         assert set(out.logprobs.best_tokens[0, 1 + slot][likely].tolist()) == set(step["allowed"])
 
 
-def masked_of(case: dict[str, Any]) -> dict[tuple[int, ...], float]:
+def constrained_distribution(case: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """Return the distribution of token-by-token decoding under the case's constraint."""
     module, size = causal_model_of(case).module, len(case["vocab"])
 
     def next_probabilities(text: tuple[int, ...]) -> list[float]:
@@ -84,9 +85,9 @@ ROWS = 2000
 @pytest.mark.parametrize(
     "chain", [pytest.param(name, marks=() if name in ("sjd", "drafter") else pytest.mark.full) for name in CHAINS]
 )
-def test_draws_have_the_distribution_of_masked_decoding(chain: str) -> None:
+def test_answers_have_the_distribution_of_token_by_token_decoding(chain: str) -> None:
     case = CASES[next(name for name in case_names("law") if CASES[name]["ends"])]
-    expected, size = masked_of(case), len(case["vocab"])
+    expected, size = constrained_distribution(case), len(case["vocab"])
     request = {"constraint": paradec.Regex(case["constraint"]["regex"]), "max_new_tokens": case["slots"]}
     request |= {"temperature": 1.0, "seed": [*range(ROWS)], "eos_early_stop": False}
     prompts, sampler = torch.full((ROWS, 1), size + 1), sampler_of(chain, causal_model_of(case, 1.0))
@@ -99,11 +100,11 @@ def test_the_recorded_masked_distribution() -> None:
         if CASES[name]["settings"]["order"] == "left":
             with replay(name):
                 recorded = {tuple(text): mass for text, mass in CASES[name]["expected"]["masked"]}
-                assert masked_of(CASES[name]) == pytest.approx(recorded, rel=1e-9)
+                assert constrained_distribution(CASES[name]) == pytest.approx(recorded, rel=1e-9)
 
 
-def enumerated(case: dict[str, Any], temperature: float) -> dict[tuple[int, ...], float]:
-    """The probability of each text of `texts_behind_a_marker` in masked token-by-token decoding."""
+def enumerate_texts(case: dict[str, Any], temperature: float) -> dict[tuple[int, ...], float]:
+    """Return the probability of each text of `texts_behind_a_marker` in token-by-token decoding."""
     module, size, texts = causal_model_of(case).module, len(case["vocab"]), texts_behind_a_marker(case)
     masses = {(): 1.0}
     for slot in range(case["slots"]):
@@ -123,7 +124,7 @@ def enumerated(case: dict[str, Any], temperature: float) -> dict[tuple[int, ...]
 @pytest.mark.parametrize(
     "chain", ["sjd", *(pytest.param(c, marks=pytest.mark.full) for c in ("one by one", "drafter"))]
 )
-def test_free_text_marker_and_answer_have_the_distribution_of_masked_decoding(
+def test_reasoning_and_answers_have_the_distribution_of_token_by_token_decoding(
     chain: str, after: str, budget: int | None
 ) -> None:
     draw = torch.Generator().manual_seed(2)
@@ -138,7 +139,7 @@ def test_free_text_marker_and_answer_have_the_distribution_of_masked_decoding(
         prompts = torch.full((ROWS, 1), 5)
         out = paradec.generate(model, prompts, temperature=temperature, seed=[*range(ROWS)], **request)
         assert all(value.accepts(free + after + text) for free, text in zip(out.reasoning, out.text, strict=True))
-        expected = enumerated(case, temperature)
+        expected = enumerate_texts(case, temperature)
         assert_frequencies(out.new_tokens, expected)
         scores = out.logprobs.chosen[:, 1:].nan_to_num(0).sum(1).exp()
         for text, score in dict(zip(map(tuple, out.new_tokens.tolist()), scores.tolist(), strict=True)).items():
@@ -148,8 +149,8 @@ def test_free_text_marker_and_answer_have_the_distribution_of_masked_decoding(
         prefixes = {text[: slot + 1] for text in texts_behind_a_marker(case) if text[:slot] == greedy}
         row = model.module(torch.tensor([[5, *greedy]]))[0, slot]
         greedy = max(prefixes, key=lambda text: float(row[text[-1]]))
-    first = paradec.generate(model, torch.tensor([[5]]), temperature=0.0, **request)
-    assert tuple(first.new_tokens[0].tolist()) == greedy
+    out = paradec.generate(model, torch.tensor([[5]]), temperature=0.0, **request)
+    assert tuple(out.new_tokens[0].tolist()) == greedy
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def causal() -> Model:
     return paradec.wrap(module, eos_token_id=39, topology="causal", prediction="shifted", tokenizer=tokenizer)
 
 
-OVER_STORES: dict[str, dict[str, Any]] = {
+SAMPLERS_WITH_CACHE: dict[str, dict[str, Any]] = {
     "sjd": {"window": 6},
     "pool": {"sampler": "jacobi", "window": 4, "pool": 2},
     "group": {"sampler": "jacobi", "group": 4},
@@ -174,23 +175,27 @@ OVER_STORES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("tree", "lookup", "sjd_pac") else pytest.mark.full) for n in OVER_STORES]
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("tree", "lookup", "sjd_pac") else pytest.mark.full)
+        for n in SAMPLERS_WITH_CACHE
+    ],
 )
 def test_every_answer_satisfies_the_constraint(name: str, causal: Model) -> None:
-    settings = {"sampler": name} | OVER_STORES[name]
+    settings = {"sampler": name} | SAMPLERS_WITH_CACHE[name]
     if name in ("chain", "tree", "dynamic"):
         settings["drafter"] = wrap_causal(tiny_llama(seed=3, layers=1, vocab=VOCAB).double())
     sampler = samplers.create(settings.pop("sampler"), **settings)
-    for value, fits in KINDS.values():
+    for value, is_allowed in KINDS.values():
         request = {"constraint": value, "max_new_tokens": 11, "guidance_scale": 1.5}
         plain = paradec.generate(causal, [[1, 2, 3], [4]], temperature=0.0, sampler="sjd", **request)
         greedy = paradec.generate(causal, [[1, 2, 3], [4]], temperature=0.0, sampler=sampler, **request)
-        drawn = paradec.generate(causal, [[1, 2, 3], [4]], temperature=1.3, seed=1, sampler=sampler, **request)
+        sampled = paradec.generate(causal, [[1, 2, 3], [4]], temperature=1.3, seed=1, sampler=sampler, **request)
         assert greedy.text == plain.text
-        assert all(fits(text) for text in (*greedy.text, *drawn.text)), drawn.text
+        assert all(is_allowed(text) for text in (*greedy.text, *sampled.text)), sampled.text
 
 
-def test_a_template_joins_the_next_forward(causal: Model) -> None:
+def test_tokens_without_alternatives_take_no_forwards_of_their_own(causal: Model) -> None:
     request = {"constraint": paradec.Regex(r"\{x:[0-3],y:\[\]\}"), "temperature": 1.0, "seed": 4, "max_new_tokens": 16}
     out = paradec.generate(causal, [[1, 2]], sampler=samplers.create("sjd", window=16), **request)
     assert out.text[0].startswith("{x:") and out.nfe <= 3

@@ -1,4 +1,4 @@
-"""Properties of every drafting and verification method on causal language models."""
+"""Properties that hold for every drafting and verification method on causal language models."""
 
 import copy
 import pickle
@@ -24,12 +24,12 @@ from paradec.samplers.causal.loop import CausalSampler
 from paradec.samplers.causal.speculative import Speculative
 
 PROMPTS = [[3, 1, 4, 1, 0, 3, 1], [2, 2], [4], [0, 3, 1, 3, 2, 4, 2, 0, 3]]
-"""Of different lengths; some contain repetitions for prompt lookup."""
+"""Prompts of different lengths; some contain repetitions, which prompt lookup needs."""
 NEGATIVE = [[1, 2, 3], [4], [5, 6, 1, 2, 3, 4, 5, 6, 7, 8], [7, 8, 9, 10]]
-"""Shorter than the prompt, and longer than every prompt."""
+"""Negative prompts, of which some are shorter than their prompt and one is longer than every prompt."""
 
 
-def lazy(name: str, **settings: Any) -> Callable[[], CausalSampler]:
+def maker(name: str, **settings: Any) -> Callable[[], CausalSampler]:
     return lambda: samplers.create(name, **settings)
 
 
@@ -38,18 +38,18 @@ def with_drafter(**settings: Any) -> Callable[[], CausalSampler]:
 
 
 METHODS: dict[str, Callable[[], CausalSampler]] = {
-    "sjd": lazy("sjd", window=5), "sjd, wide": lazy("sjd", window=16), "sjd, token by token": lazy("sjd", window=1),
-    "sjd, repeat": lazy("sjd", window=5, init="repeat_horizontal"),
-    "sjd, sample": lazy("sjd", window=5, init="sample_horizontal"),
-    "sjd, keep": lazy("sjd", window=4, refresh="keep"),
-    "sjd, one-hot": lazy("sjd", window=4, guess_distribution="one_hot"),
-    "sjd_pac": lazy("sjd_pac", window=4, siblings=3, branching=2), "scd": lazy("scd", window=5),
-    "scd, maximal": lazy("scd", window=5, refresh="maximal"),
-    "scd, siblings": lazy("scd", window=6, refresh="maximal", siblings=3, branching=2),
-    "scd, siblings of noise": lazy("scd", window=6, refresh="gumbel", siblings=3, branching=2),
-    "jacobi": lazy("jacobi", window=5), "jacobi, pool": lazy("jacobi", window=6, pool=3),
-    "jacobi, blocks": lazy("jacobi", group=5),
-    "jacobi, blocks as published": lazy("jacobi", group=5, early_exit="published"), "speculative": with_drafter(),
+    "sjd": maker("sjd", window=5), "sjd, wide": maker("sjd", window=16), "sjd, token by token": maker("sjd", window=1),
+    "sjd, repeat": maker("sjd", window=5, init="repeat_horizontal"),
+    "sjd, sample": maker("sjd", window=5, init="sample_horizontal"),
+    "sjd, keep": maker("sjd", window=4, refresh="keep"),
+    "sjd, one-hot": maker("sjd", window=4, guess_distribution="one_hot"),
+    "sjd_pac": maker("sjd_pac", window=4, siblings=3, branching=2), "scd": maker("scd", window=5),
+    "scd, maximal": maker("scd", window=5, refresh="maximal"),
+    "scd, siblings": maker("scd", window=6, refresh="maximal", siblings=3, branching=2),
+    "scd, siblings of noise": maker("scd", window=6, refresh="gumbel", siblings=3, branching=2),
+    "jacobi": maker("jacobi", window=5), "jacobi, pool": maker("jacobi", window=6, pool=3),
+    "jacobi, blocks": maker("jacobi", group=5),
+    "jacobi, blocks as published": maker("jacobi", group=5, early_exit="published"), "speculative": with_drafter(),
     "speculative, wide": with_drafter(window=9), "speculative, tree": with_drafter(tree=(2, 2, 1)),
     "speculative, naive tree": with_drafter(tree=((0,), (1,), (0, 0), (0, 0, 0)), rule="naive"),
     "speculative, greedy tree": with_drafter(tree=(3, 2), rule="greedy"),
@@ -63,7 +63,7 @@ SELF_SPECULATIVE = {
     "self_speculative": ("block_causal", "same"),
     "self_speculative, shifted": ("block_causal", "shifted"),
 }
-"""Self-speculative methods: topology and prediction of their models."""
+"""Self-speculative method -> (topology, prediction) of its model."""
 ALL_METHODS = [*METHODS, *SELF_SPECULATIVE]
 
 
@@ -83,7 +83,7 @@ def create_sampler_and_model(name: str) -> tuple[CausalSampler, Any]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("name", METHODS)
-def test_temperature_0_is_token_by_token(name: str, scale: float) -> None:
+def test_temperature_0_equals_greedy_decoding_token_by_token(name: str, scale: float) -> None:
     sampler, model = create_sampler_and_model(name)
     request = {"guidance_scale": scale, "negative_prompt": NEGATIVE} if scale != 1 else {}
     expected = greedy(model.module, PROMPTS, 11, scale, NEGATIVE)
@@ -111,10 +111,10 @@ def test_rows_do_not_depend_on_the_batch(name: str) -> None:
         alone = paradec.generate(model, [PROMPTS[row]], sampler=sampler, seed=5 + row, **request)
         assert output.new_tokens.tolist() == alone.new_tokens.tolist() == [together.new_tokens[row].tolist()]
         assert output.row_nfe == alone.row_nfe == [together.row_nfe[row]]
-        if "tree" not in name and "recycling" not in name:  # a tree is drafted to the depth that any row needs
+        if "tree" not in name and "recycling" not in name:  # trees are drafted as deep as the longest row needs
             assert output.draft_nfe == alone.draft_nfe == (together.draft_nfe and [together.draft_nfe[row]])
-    written = ~together.logprobs.chosen.isnan()
-    assert written.sum() == sum(together.tokens) and (together.logprobs.chosen[written] <= 0).all()
+    is_generated = ~together.logprobs.chosen.isnan()
+    assert is_generated.sum() == sum(together.tokens) and (together.logprobs.chosen[is_generated] <= 0).all()
 
 
 @pytest.mark.thinned
@@ -144,20 +144,20 @@ def test_steps_have_no_side_effects_and_copies_decode_alike(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
-def test_a_trace_replays(name: str) -> None:
+def test_traces_contain_every_token_once_and_give_the_final_rows(name: str) -> None:
     sampler, model = create_sampler_and_model(name)
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5, trace=True, eos_early_stop=False)
     decode(sampler, model, state)
     final = [row[:stop] for row, stop in zip(state.canvas.tolist(), state.length, strict=True)]
     assert state.trace.replay() == final and len(state.trace.steps) == state.nfe.max()
-    written = [entry[:2] for step in state.trace.steps for entry in step.commits]
-    assert len(written) == len(set(written)) == 36
+    committed = [entry[:2] for step in state.trace.steps for entry in step.commits]
+    assert len(committed) == len(set(committed)) == 36
     rejected = [(step, *entry[:3]) for step, record in enumerate(state.trace.steps) for entry in record.rejected or ()]
     assert len(rejected) == len(set(rejected))
 
 
 @pytest.mark.parametrize("name", ALL_METHODS)
-def test_logits_that_are_not_finite_are_refused(name: str) -> None:
+def test_nan_logits_raise_an_error_and_change_no_state(name: str) -> None:
     sampler, model = copy.deepcopy(create_sampler_and_model(name))
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5)
     before = state.canvas.clone()
@@ -169,7 +169,7 @@ def test_logits_that_are_not_finite_are_refused(name: str) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
-def test_generate_stops_at_the_end_of_text(name: str) -> None:
+def test_generate_stops_rows_at_the_end_token(name: str) -> None:
     sampler, _ = create_sampler_and_model(name)
     module = tiny_llama()
     expected = greedy(module, PROMPTS, 11)

@@ -21,7 +21,7 @@ from paradec.samplers.causal.trees import DynamicTree
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]
 ROLLOUT: dict[str, Any] = {"max_new_tokens": 8, "rollout": True}
-DRAWN = ROLLOUT | {"temperature": 0.7, "seed": 3, "sampler": "sjd"}
+SAMPLED_ROLLOUT = ROLLOUT | {"temperature": 0.7, "seed": 3, "sampler": "sjd"}
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def causal(layers: int = 2, dtype: torch.dtype = torch.float64) -> Model:
     return model
 
 
-def method(name: str, drafter: Model) -> Any:
+def create_sampler(name: str, drafter: Model) -> Any:
     factories = {
         "one by one": lambda: create("sjd", window=1),
         "pool": lambda: create("jacobi", pool=3),
@@ -65,7 +65,7 @@ SETTINGS: list[dict[str, Any]] = [
 def test_recorded_log_probabilities_are_replayed_and_equal_the_module_s(name: str) -> None:
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         model = causal(2, dtype)
-        sampler = method(name, causal(1, dtype))
+        sampler = create_sampler(name, causal(1, dtype))
         for request in SETTINGS if tolerance < 1e-9 else SETTINGS[:1]:
             temperature = request["temperature"]
             output = paradec.generate(model, ROWS, sampler=sampler, seed=3, **ROLLOUT, **request)
@@ -76,9 +76,9 @@ def test_recorded_log_probabilities_are_replayed_and_equal_the_module_s(name: st
                 assert rollout.exact and torch.equal(replayed.isnan(), ~rollout.decided)
                 if temperature:
                     assert rollout.logp_drawn is not None
-                    drawn = paradec.replay(model, rollout, temperature=temperature, batch_size=2).double()
-                    torch.testing.assert_close(drawn, rollout.logp_drawn, **(tolerances | {"atol": 10 * tolerance}))
-            if tolerance < 1e-9:  # the norms of transformers compute in float32
+                    tempered = paradec.replay(model, rollout, temperature=temperature, batch_size=2).double()
+                    torch.testing.assert_close(tempered, rollout.logp_drawn, **(tolerances | {"atol": 10 * tolerance}))
+            if tolerance < 1e-9:  # atol 1e-5, because transformers computes norms in float32
                 torch.testing.assert_close(causal_logp(model, rollout), rollout.logp, **(tolerances | {"atol": 1e-5}))
             for row, begin in enumerate(map(len, ROWS)):
                 count = int(rollout.decided[row].sum())
@@ -88,13 +88,13 @@ def test_recorded_log_probabilities_are_replayed_and_equal_the_module_s(name: st
                 steps = rollout.step_map[row].tolist()
                 assert steps[:begin] == [-1] * begin and steps[begin + count : begin + 8] == [-2] * (8 - count)
                 if request.get("trace"):
-                    written = {at: (int(rollout.tokens[row, at]), steps[at]) for at in range(begin, begin + count)}
-                    assert read_last_writes(output, mask=-1)[row] == written
+                    writes = {p: (int(rollout.tokens[row, p]), steps[p]) for p in range(begin, begin + count)}
+                    assert read_last_writes(output, mask=-1)[row] == writes
 
 
-def test_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shapes = causal(1), list[tuple[int, ...]]()
-    rollout = paradec.generate(model, ROWS, **DRAWN).rollout
+    rollout = paradec.generate(model, ROWS, **SAMPLED_ROLLOUT).rollout
     hook = model.module.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
@@ -106,40 +106,46 @@ def test_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyPat
     model.module.zero_grad()
 
 
-def test_rollouts_of_several_requests_are_joined() -> None:
+def test_rollouts_of_several_requests_can_be_concatenated() -> None:
     model = causal(1)
-    first = paradec.generate(model, ROWS * 2, **DRAWN).rollout
-    outputs = sorted(paradec.generate_many(model, ROWS * 2, batch_size=2, **DRAWN), key=lambda output: output.index)
+    first = paradec.generate(model, ROWS * 2, **SAMPLED_ROLLOUT).rollout
+    outputs = sorted(
+        paradec.generate_many(model, ROWS * 2, batch_size=2, **SAMPLED_ROLLOUT), key=lambda output: output.index
+    )
     assert_same(Rollout.concatenate([output.rollout for output in outputs]), first)
-    both = Rollout.concatenate([first, paradec.generate(model, ROWS, **DRAWN, suppress_tokens=[1, 2]).rollout])
+    both = Rollout.concatenate(
+        [first, paradec.generate(model, ROWS, **SAMPLED_ROLLOUT, suppress_tokens=[1, 2]).rollout]
+    )
     assert both.suppressed.tolist() == [[MASK, -1, -1]] * 6 + [[1, 2, MASK]] * 3
     assert_replayed(model, both)
 
 
-def test_rollouts_have_the_version_of_the_weights_and_failed_rows_none() -> None:
+def test_rollouts_state_the_version_of_the_weights_and_have_no_tokens_of_failed_rows() -> None:
     model = causal(1)
     model = paradec.wrap(copy.deepcopy(model.unwrap()), topology="causal", prediction="shifted", eos_token_id=END)
-    before = paradec.generate(model, ROWS, **DRAWN).rollout
+    before = paradec.generate(model, ROWS, **SAMPLED_ROLLOUT).rollout
     model.update_weights({name: tensor * 0.9 for name, tensor in model.module.state_dict().items()})
-    after = paradec.generate(model, ROWS, **DRAWN).rollout
+    after = paradec.generate(model, ROWS, **SAMPLED_ROLLOUT).rollout
     assert (before.version, after.version) == (0, 1)
     assert (paradec.replay(model, before).detach() - before.logp).abs().nan_to_num().max() > 1e-3
 
-    def change(state: Any, commit: Any) -> None:
+    def change_weights(state: Any, commit: Any) -> None:
         with torch.no_grad():
             model.module.lm_head.weight *= 0.9
 
-    changed = paradec.generate(model, ROWS, callback=change, **DRAWN).rollout
-    assert changed.approximation == "weights that changed while decoding"
+    rollout = paradec.generate(model, ROWS, callback=change_weights, **SAMPLED_ROLLOUT).rollout
+    assert rollout.approximation == "weights that changed while decoding"
     with torch.no_grad():
         model.module.model.embed_tokens.weight[20] = torch.nan
-    many = paradec.generate_many(model, ROWS, suppress_tokens=[20], **DRAWN)  # token 20 is only in the last prompt
+    many = paradec.generate_many(
+        model, ROWS, suppress_tokens=[20], **SAMPLED_ROLLOUT
+    )  # token 20 is only in the last prompt
     outputs = sorted(many, key=lambda output: output.index)
     assert [output.error is None for output in outputs] == [True, True, False]
     assert outputs[0].rollout.decided.sum() == outputs[0].tokens[0] and outputs[2].rollout.decided.sum() == 0
 
 
-def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
+def test_rollouts_under_a_constraint_have_unconstrained_log_probabilities() -> None:
     case = CASES[case_names("causal")[0]]
     size, model = len(case["vocab"]), causal_model_of(case)
     request = {"constraint": paradec.Regex(case["constraint"]["regex"]), "max_new_tokens": case["slots"]}
@@ -149,7 +155,7 @@ def test_a_constraint_leaves_the_model_s_own_log_probabilities() -> None:
     assert_replayed(model, rollout, 1e-5)
 
 
-def test_nemotron_s_causal_mode() -> None:
+def test_rollouts_in_nemotrons_causal_mode_are_replayed_only_in_it() -> None:
     model = paradec.load(GOLDEN / "autumn" / "nld" / "nld-tiny", dtype="float64", topology="causal")
     request = {"sampler": "self_speculative", "temperature": 1.0, "seed": 0} | ROLLOUT
     rollout = paradec.generate(model, [[3, 1, 2], [5]], **request).rollout

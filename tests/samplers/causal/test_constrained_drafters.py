@@ -23,7 +23,7 @@ TREES: dict[str, dict[str, Any]] = {
 CASES = [(name, tree) for name in NAMES for tree in (TREES if name.startswith("eagle") else ["chain"])]
 QUICK = [("eagle3-original", "static"), ("eagle3-speculators", "chain"), ("dflash2-zlab", "chain")]
 PATTERN = "(a|bx)yz[cd](efg)?"
-"""Has positions with a single allowed token, and answers of different lengths."""
+"""A constraint with answers of different lengths, and with positions where only one token is allowed."""
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +35,16 @@ def base() -> Model:
 @pytest.mark.parametrize(
     ("name", "tree"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES]
 )
-def test_answers_have_the_distribution_of_masked_decoding(name: str, tree: str, base: Model) -> None:
+def test_answers_have_the_distribution_of_token_by_token_decoding(name: str, tree: str, base: Model) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     sampler = paradec.samplers.create("speculative", drafter=drafter, **TREES[tree])
     out = assert_masked_decoding(sampler, base, PATTERN, 8, 600)
-    assert max(out.row_nfe) < 8  # single allowed tokens are accepted
+    assert max(out.row_nfe) < 8  # drafts are accepted where only one token is allowed
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("tree", TREES)
-def test_tokens_that_the_drafter_does_not_have(tree: str, base: Model) -> None:
+def test_constraints_may_require_tokens_that_the_drafter_lacks(tree: str, base: Model) -> None:
     drafter = paradec.load_drafter(RECORDED / "eagle3-speculators", base=base)
     assert drafter.tokens is not None
     missing = [token for token in range(26) if token not in drafter.tokens.tolist()][:3]

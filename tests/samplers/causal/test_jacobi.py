@@ -1,4 +1,4 @@
-"""Verification of drafts: recorded cases, chi-square tests, tree rules, and draft initialization on image grids."""
+"""Verification of drafts: recorded cases, chi-square tests, rules of trees, and initial drafts on image grids."""
 
 import itertools
 import sys
@@ -26,7 +26,7 @@ from paradec.samplers.causal.window import INITS, ONE_HOT, REFRESHES, DraftDistr
 
 
 def cases(*families: str) -> list[Any]:
-    """The recorded verifications of these methods ("scd_maximal" belongs to scd)."""
+    """Return the recorded verifications of these methods as parameters. "scd_maximal" belongs to "scd"."""
     return [
         pytest.param(path, id=path.stem)
         for family in families
@@ -45,15 +45,17 @@ def sampler_of(case: dict[str, Any]) -> SJD:
 @pytest.mark.parametrize("path", cases("sjd", "gsd", "scd"))
 @replays("path")
 def test_reference_verification(path: Path) -> None:
-    """Verify with the recorded random numbers. In the public code all rows of a batch commit the same number of
-    tokens, the minimum over rows; here each row commits its own number."""
+    """Verify with the recorded random numbers.
+
+    In the public code all rows of a batch commit as many tokens as the row with the fewest accepted drafts. In paradec
+    the rows commit independently."""
     case = read_json(path)
     sampler, expected, settings = sampler_of(case), case["expected"], case["settings"]
     p = torch.tensor(case["p"], dtype=torch.float64)
     rows, width, size = p.shape
     assert [rows, width, size] == [settings["batch"], settings["window"], settings["V"]]
-    assert int((p > 0).sum(-1).max()) <= (settings.get("top_k") or size)  # 0 is off
-    # the case's draft i is verified by the distribution of slot i - 1
+    assert int((p > 0).sum(-1).max()) <= (settings.get("top_k") or size)  # top_k 0 means no limit
+    # the distribution of slot i - 1 verifies the recorded draft i
     q, tokens, u_accept = (torch.tensor(case[name]).roll(-1, dims=1) for name in ("q", "drafts", "u_accept"))
     q, u_accept = q.double(), u_accept.double()
     drafts = DraftDistributions(tokens, q, torch.arange(width).expand(rows, -1), torch.full((size,), 1 / size))
@@ -62,16 +64,16 @@ def test_reference_verification(path: Path) -> None:
     embed = torch.tensor(case["embed"], dtype=torch.float64) if "embed" in case else None
     window = DraftWindow(p, drafts, fresh, embed)
     chance = sampler.accept(window)
-    # one number per rejected draft, row by row; after the first rejection only the coupling draws
-    rejected = drafted & (u_accept >= chance)
-    first = rejected & (rejected.int().cumsum(1) == 1)
-    drawn = rejected if sampler.refresh == "maximal" else first
+    # The numbers are for rejected drafts, row by row; without the maximal coupling, only for a row's first one.
+    is_rejected = drafted & (u_accept >= chance)
+    is_first = is_rejected & (is_rejected.int().cumsum(1) == 1)
+    has_number = is_rejected if sampler.refresh == "maximal" else is_first
     u_residual = torch.full((rows, width), 0.5, dtype=torch.float64)
-    u_residual[drawn] = torch.tensor(case["u_residual"][: int(drawn.sum())], dtype=torch.float64)
+    u_residual[has_number] = torch.tensor(case["u_residual"][: int(has_number.sum())], dtype=torch.float64)
     uniform = torch.stack((u_accept, u_residual), -1)
     result = verify(window, drafted, chance, uniform, sampler.refresh, sampler.resamples)
-    accepted = (chance - u_accept)[drafted].abs().min().item()
-    with near_tie_or_refused(lambda: min(accepted, distance_to_bounds(p, case["u_fresh"]))):
+    acceptance_gap = (chance - u_accept)[drafted].abs().min().item()
+    with near_tie_or_refused(lambda: min(acceptance_gap, distance_to_bounds(p, case["u_fresh"]))):
         assert result.tokens.tolist() == expected["tokens"]
         assert (result.accepted.squeeze(1) + 1).tolist() == expected["first_reject_slot"]
         matched = int(result.accepted.min()) + 1
@@ -96,7 +98,7 @@ def test_reference_tree_verification(path: Path) -> None:
     rule = LanternRule(embed, near, additive, settings["delta"], settings["mode"] == "static")
     numbers, used, node = case["u_accept"], 0, 0
     uniform = torch.full((1, tree.depth + 1, tree.children.shape[1] + 1), case["u_final"], dtype=torch.float64)
-    for depth in range(tree.depth + 1):  # the path so far determines which draft a number belongs to
+    for depth in range(tree.depth + 1):  # the accepted path determines which draft the next number belongs to
         below = [child for child in tree.children[node].tolist() if child >= 0]
         ids = drafts[0, below].tolist()
         tried = [i for i, token_id in enumerate(ids) if token_id not in ids[:i]]
@@ -116,13 +118,12 @@ def test_reference_tree_verification(path: Path) -> None:
     routes = {tuple(case["node_tokens"][node] for node in route) for route in leaves}
     assert all(tuple(token for token in row if token >= 0) in routes for row in case["candidates"])
     assert p.shape == (1, 1 + len(paths), settings["V"])
-    if settings["mode"] == "static":  # the probability of each draft, on its parent's row; the root has none
+    if settings["mode"] == "static":  # q of the parent gives the probability of a first child
         parents = [0 if len(node) == 1 else 1 + paths.index(node[:-1]) for node in paths]
-        drawn = [case["q"][parent][token] for parent, token in zip(parents, case["node_tokens"][1:], strict=True)]
-        siblings = [paths.index((*node[:-1], node[-1] - 1)) if node[-1] else None for node in paths]
-        for at, first in enumerate(siblings):
-            if first is None:
-                assert case["draft_cond_prob"][1 + at] == pytest.approx(drawn[at], rel=1e-5)
+        q_of_drafts = [case["q"][parent][token] for parent, token in zip(parents, case["node_tokens"][1:], strict=True)]
+        for index, node in enumerate(paths):
+            if node[-1] == 0:
+                assert case["draft_cond_prob"][1 + index] == pytest.approx(q_of_drafts[index], rel=1e-5)
     distribution = torch.tensor(expected["final_law"], dtype=torch.float64)
     torch.testing.assert_close(normalize(result.weights)[0], distribution, rtol=0, atol=1e-7)
     assert int(result.tokens[0, accepted]) == expected["final_token"]
@@ -150,16 +151,16 @@ def test_answers_have_the_model_s_distribution(name: str, request_name: str) -> 
     assert result["nfe"] < 4
 
 
-LONG = TableModel.random(3, seed=4, sharpness=2.0)
-LONGER = list(itertools.product(REFRESHES, [init for init in INITS if not init.endswith("vertical")]))
+LONG_MODEL = TableModel.random(3, seed=4, sharpness=2.0)
+LONG_SETTINGS = list(itertools.product(REFRESHES, [init for init in INITS if not init.endswith("vertical")]))
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("refresh", "init"), LONGER)
-def test_the_distribution_of_answers_longer_than_the_window(refresh: str, init: str) -> None:
+@pytest.mark.parametrize(("refresh", "init"), LONG_SETTINGS)
+def test_answers_longer_than_the_window_have_the_model_s_distribution(refresh: str, init: str) -> None:
     sampler = SJD(window=3, refresh=refresh, init=init)
-    result = exactness.test_case(sampler, LONG, 8000, seed=LONGER.index((refresh, init)), new=7)
-    assert min(result["p_values"]) > 0.01 / (2 * len(LONGER))
+    result = exactness.test_case(sampler, LONG_MODEL, 8000, seed=LONG_SETTINGS.index((refresh, init)), new=7)
+    assert min(result["p_values"]) > 0.01 / (2 * len(LONG_SETTINGS))
     assert result["nfe"] < 7
 
 
@@ -168,12 +169,12 @@ def test_images_have_the_model_s_distribution(init: str) -> None:
     image = TableModel.random(6, seed=2)
     result = exactness.test_case(SJD(window=4, init=init), image, ROWS // 2, seed=7, grid=exactness.GRID)
     assert min(result["p_values"]) > 0.01 / (2 * len(INITS))
-    assert result["nfe"] < 4  # of seven tokens, three are the grid's
+    assert result["nfe"] < 4  # an image has seven tokens, three of which the grid prescribes
 
 
 @dataclass(frozen=True)
 class OldDistribution(SCD):
-    """Keep the old q for retained drafts, like the public code of the maximal coupling (wrong)."""
+    """Wrong: retained drafts get the old q, like in the public code of the maximal coupling."""
 
     refresh: str = "maximal"
 
@@ -182,22 +183,22 @@ class OldDistribution(SCD):
         commit = super().commit(state, proposal)
         count = commit.selected.sum(1, keepdim=True)
         slot = torch.arange(state.width)
-        at = (slot + count).clamp(max=state.width - 1)
-        retained = (commit.values == drafts.tokens).gather(1, at) & (slot + count < state.width - 1)
-        whole_q = state.memory["draft_distribution"].clone()
-        old_q = drafts.distributions(at)
+        old_slot = (slot + count).clamp(max=state.width - 1)
+        is_retained = (commit.values == drafts.tokens).gather(1, old_slot) & (slot + count < state.width - 1)
+        all_q = state.memory["draft_distribution"].clone()
+        old_q = drafts.distributions(old_slot)
         rows = torch.as_tensor(proposal.rows)
         source = state.memory["draft_source"][rows]
-        for i in range(state.width):  # slot i of the next window is slot i + count of this one
-            slot_q = torch.where(retained[:, i, None], old_q[:, i], whole_q[rows, source[:, i].clamp(min=0)])
-            whole_q[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, slot_q, whole_q[rows, 0])
-        state.memory["draft_distribution"] = whole_q
+        for i in range(state.width):  # slot i of the next window is slot i + count of this window
+            slot_q = torch.where(is_retained[:, i, None], old_q[:, i], all_q[rows, source[:, i].clamp(min=0)])
+            all_q[rows, source[:, i].clamp(min=0)] = torch.where(source[:, i, None] >= 0, slot_q, all_q[rows, 0])
+        state.memory["draft_distribution"] = all_q
         return commit
 
 
 @dataclass(frozen=True)
 class WrongGuessDistribution(SJD):
-    """Draw guesses from a distribution other than the reported one (wrong)."""
+    """Wrong: guesses are drawn from another distribution than the reported q."""
 
     def guess(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         guess, source = super().guess(*arguments)
@@ -206,7 +207,7 @@ class WrongGuessDistribution(SJD):
 
 @dataclass(frozen=True)
 class FilteredResidual(SJD):
-    """Sharpen the residual of a rejected draft, as if logits processors ran twice (wrong)."""
+    """Wrong: the residual of a rejected draft is sharpened, as if logits processors ran twice."""
 
     def commit(self, state: CausalState, proposal: Proposal) -> Commit:
         with pytest.MonkeyPatch.context() as patch:
@@ -217,7 +218,7 @@ class FilteredResidual(SJD):
 
 @dataclass(frozen=True)
 class NewDistribution(SJD):
-    """Report this step's distribution as q of retained drafts, which were drawn from an older one (wrong)."""
+    """Wrong: the reported q of retained drafts is this step's distribution, but they were drawn from an older one."""
 
     refresh: str = "keep"
 
@@ -227,8 +228,8 @@ class NewDistribution(SJD):
             return super().commit(state, proposal)
 
 
-class AllOfQ(WithoutReplacement):
-    """Verify drafts drawn without replacement with the unchanged q (wrong)."""
+class UnchangedQ(WithoutReplacement):
+    """Wrong: drafts that were drawn without replacement are verified with an unchanged q."""
 
     def step(self, p: Tensor, q: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         chance, next_p, _ = super().step(p, q, x)
@@ -236,22 +237,23 @@ class AllOfQ(WithoutReplacement):
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("wrong", [OldDistribution, WrongGuessDistribution, FilteredResidual])
-def test_the_chi_square_test_has_power(wrong: type[SJD]) -> None:
-    sampler = wrong(window=4, **{"guess_distribution": "one_hot"} if wrong is FilteredResidual else {})
+@pytest.mark.parametrize("wrong_sampler", [OldDistribution, WrongGuessDistribution, FilteredResidual])
+def test_chi_square_tests_detect_wrong_samplers(wrong_sampler: type[SJD]) -> None:
+    settings = {"guess_distribution": "one_hot"} if wrong_sampler is FilteredResidual else {}
+    sampler = wrong_sampler(window=4, **settings)
     assert min(exactness.test_case(sampler, MODEL, 10_000, seed=1)["p_values"]) < 1e-5
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("init", ["random", "sample_horizontal"])
-def test_long_answers_have_power_over_distributions_of_kept_drafts(init: str) -> None:
-    result = exactness.test_case(NewDistribution(window=3, init=init), LONG, 8000, seed=1, new=7)
+def test_chi_square_tests_of_long_answers_detect_a_wrong_q_of_retained_drafts(init: str) -> None:
+    result = exactness.test_case(NewDistribution(window=3, init=init), LONG_MODEL, 8000, seed=1, new=7)
     assert max(result["p_values"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", [*RULES, "wrong"])
-def test_a_node_s_output_has_the_distribution_p(name: str) -> None:
-    rule: TreeRule = AllOfQ() if name == "wrong" else RULES[name]
+def test_the_output_of_a_node_has_the_distribution_p(name: str) -> None:
+    rule: TreeRule = UnchangedQ() if name == "wrong" else RULES[name]
     generator = torch.Generator().manual_seed(3)
     tree, rows, p_values = Tree.from_setting((3,)), 20_000, []
     for size, support in ((4, 4), (7, 7), (5, 2)):
@@ -266,15 +268,16 @@ def test_a_node_s_output_has_the_distribution_p(name: str) -> None:
         counts = np.bincount(result.tokens[:, 0].numpy(), minlength=size)
         p_values.append(exactness.p_value(counts, p[0].numpy()))
         # an accepted draft continues below the matching child
-        hit = result.accepted > 0
-        assert (drafts.gather(1, result.nodes[:, 1:2].clamp(min=0)).squeeze(1) == result.tokens[:, 0])[hit].all()
-        assert (result.tokens[hit, 1] >= 0).all() and (result.tokens[~hit, 1] < 0).all()
-        assert hit.double().mean() > 0.2
+        is_accepted = result.accepted > 0
+        accepted_drafts = drafts.gather(1, result.nodes[:, 1:2].clamp(min=0)).squeeze(1)
+        assert (accepted_drafts == result.tokens[:, 0])[is_accepted].all()
+        assert (result.tokens[is_accepted, 1] >= 0).all() and (result.tokens[~is_accepted, 1] < 0).all()
+        assert is_accepted.double().mean() > 0.2
     assert (min(p_values) < 1e-5) if name == "wrong" else (min(p_values) > 1e-3)
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_node_is_judged_alike_in_a_wider_tree(name: str) -> None:
+def test_a_node_is_verified_alike_in_a_wider_tree(name: str) -> None:
     rule, generator, rows = RULES[name], torch.Generator().manual_seed(5), 500
     p, q = (torch.randn(rows, 6, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2))
     for count in (1, 2, 3):
@@ -287,26 +290,26 @@ def test_a_node_is_judged_alike_in_a_wider_tree(name: str) -> None:
         assert (chosen >= 0).any()
 
 
-def test_lossy_methods_stay_below_their_bound() -> None:
-    noise = exactness.bias(SJD(window=4), MODEL, 3000)
-    floor = np.mean(noise["total_variation"])
-    assert noise["total_variation_bound"] == 0
+def test_the_bias_of_lossy_methods_stays_below_their_bound() -> None:
+    exact = exactness.bias(SJD(window=4), MODEL, 3000)
+    sampling_noise = np.mean(exact["total_variation"])
+    assert exact["total_variation_bound"] == 0
     for name, sampler, model in exactness.lossy():
         if sampler.guess_distribution == "one_hot" and not name.endswith(("width 2", "delta 0.1", "lambda 5.0")):
             continue
         result = exactness.bias(sampler, model, 3000)
-        assert np.mean(result["total_variation"]) <= floor + 1.2 * result["total_variation_bound"]
+        assert np.mean(result["total_variation"]) <= sampling_noise + 1.2 * result["total_variation_bound"]
         if sampler.guess_distribution == "one_hot":
             continue
         if name.endswith(("delta 0.0", "lambda 1.0")):
-            assert result["total_variation_bound"] == 0 and result["nfe"] == noise["nfe"]
+            assert result["total_variation_bound"] == 0 and result["nfe"] == exact["nfe"]
         elif name.endswith(("delta 0.1", "lambda 5.0")):
-            assert result["nfe"] < noise["nfe"] and np.mean(result["total_variation"]) > 1.2 * floor
+            assert result["nfe"] < exact["nfe"] and np.mean(result["total_variation"]) > 1.2 * sampling_noise
 
 
-def test_drafts_and_draws_at_their_bounds() -> None:
-    """A draft is accepted if its number is below its probability. A draw returns the first token whose cumulative
-    probability exceeds its number."""
+def test_acceptance_and_sampling_with_numbers_at_their_bounds() -> None:
+    """A draft is accepted if its number is below its probability. A number selects the first token with a larger
+    cumulative probability."""
     distribution = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
     drafts = DraftDistributions(
         torch.tensor([[0, 0]]), distribution, torch.tensor([[ONE_HOT, ONE_HOT]]), torch.tensor([0.5, 0.5])
@@ -325,13 +328,18 @@ def test_drafts_and_draws_at_their_bounds() -> None:
     assert draw(weights, torch.tensor([0.2, 0.25, 0.5, 0.75], dtype=torch.float64)).tolist() == [0, 1, 2, 2]
 
 
-def test_groups_and_neighbours_at_their_bounds() -> None:
-    """GSD's thresholds are exclusive, and a draft with exactly `group_half_width` less likely tokens has a group."""
+def test_groups_of_gsd_and_neighbours_of_lantern_at_their_bounds() -> None:
+    """GSD's thresholds are exclusive. A draft with exactly `group_half_width` less likely tokens has a group."""
     distribution = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
     drafts = DraftDistributions(torch.tensor([[2]]), distribution, torch.tensor([[ONE_HOT]]), distribution[0, 0])
     latents = torch.tensor([[9.0], [0.5], [0.0], [-9.0]], dtype=torch.float64)  # token 1 is near the draft
-    above = float(np.nextafter(0.25, 1))
-    for p_threshold, d_threshold, expected in ((0.25, 1, 0.5), (above, 1, 0.75), (1, 0.25, 0.5), (1, above, 0.75)):
+    above_quarter = float(np.nextafter(0.25, 1))
+    for p_threshold, d_threshold, expected in (
+        (0.25, 1, 0.5),
+        (above_quarter, 1, 0.75),
+        (1, 0.25, 0.5),
+        (1, above_quarter, 0.75),
+    ):
         sampler = GSD(group_half_width=1, p_threshold=p_threshold, d_threshold=d_threshold)
         assert float(sampler.accept(DraftWindow(distribution, drafts, drafts.tokens, latents))) == expected
     for half, expected in ((3, 1.0), (4, 0.5)):
@@ -342,7 +350,7 @@ def test_groups_and_neighbours_at_their_bounds() -> None:
         assert float(relaxed_probability(distribution, torch.tensor([0]), near, additive, bound)[0]) == expected
 
 
-def test_the_grid_s_layout() -> None:
+def test_the_layout_of_a_grid_and_its_codes() -> None:
     assert GRID.stride == 4 and GRID.length == 15
     assert GRID.layout.tolist() == [0, *[-1, -1, -1, 8] * 3, 9, 1]
     tokens = torch.tensor([[0, 2, 3, 4, 8, 5, 6, 7, 8, 2, 2, 2, 8, 9, 1]])
@@ -354,7 +362,7 @@ def test_the_grid_s_layout() -> None:
 
 @pytest.mark.parametrize("init", INITS)
 @pytest.mark.parametrize("window", [3, 6])
-def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window: int) -> None:
+def test_drafts_keep_the_grid_s_structure_and_inits_copy_neighbours(init: str, window: int) -> None:
     model, sampler = RecordingModel(), SJD(window=window, init=init)
     state = sampler.start(model, [[3, 1], [2], [7, 7, 7]], grid=GRID, seed=0)
     start = torch.tensor([[2], [1], [3]])
@@ -364,7 +372,7 @@ def test_images_have_their_structure_and_inits_copy_neighbours(init: str, window
         positions = state.positions(np.arange(3))
         prescribed = state.prescribed_tokens(np.arange(3), positions)
         is_inside = positions - start < GRID.length
-        # structure tokens are fixed; guesses are image tokens
+        # the grid prescribes some tokens; all other guesses are image tokens
         assert torch.equal(drafts[(prescribed >= 0) & is_inside], prescribed[(prescribed >= 0) & is_inside])
         assert ((drafts >= 2) & (drafts < 8))[(prescribed < 0) & is_inside].all()
         if init != "random":

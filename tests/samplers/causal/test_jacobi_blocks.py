@@ -20,9 +20,10 @@ from paradec.models.cache_argument import cache_keyword
 from paradec.samplers.causal.jacobi import Jacobi
 
 CASES = [(name, recorded.image_case("ceed", name)[0]) for name in recorded.image_cases("ceed", "blocks")]
-KEEPING = {name for name, case in CASES if plain(case)["settings"]["mode"].startswith("published")}
-DROPS = [pytest.param(case, id=name) for name, case in CASES if name not in KEEPING]
-KEEPS = [pytest.param(case, id=name) for name, case in CASES if name in KEEPING]
+STALE_NAMES = {name for name, case in CASES if plain(case)["settings"]["mode"].startswith("published")}
+FRESH_CASES = [pytest.param(case, id=name) for name, case in CASES if name not in STALE_NAMES]
+STALE_CASES = [pytest.param(case, id=name) for name, case in CASES if name in STALE_NAMES]
+"""Cases in which the public code does not remove a block's keys and values before it evaluates the block again."""
 PROMPTS = [[5, 6, 7, 8], [9], [3, 1, 4, 1, 5, 9, 2, 6]]
 
 
@@ -34,7 +35,7 @@ def module_of(case: dict[str, Any]) -> LlamaForCausalLM:
     return module.eval()
 
 
-@pytest.mark.parametrize("case", DROPS)
+@pytest.mark.parametrize("case", FRESH_CASES)
 @replays("case")
 def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
     """Compare every iterate, the evaluated positions and logits, published early exits, and commits."""
@@ -50,7 +51,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
     state = sampler.start(model, [settings["prompt"]], max_new_tokens=len(blocks) * group + 1, **request)
     sampler.commit(state, sampler.step(model, state))
     for block in blocks:
-        if state.done:  # the block before predicted an end token as this block's first token
+        if state.done:  # the previous block predicted an end token as this block's first token
             break
         start = int(state.committed[0])
         assert int(state.canvas[0, start - 1]) == block["first"]
@@ -87,35 +88,36 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
         assert case["generated"] == case["greedy"]
 
 
-@pytest.mark.parametrize("case", KEEPS)
+@pytest.mark.parametrize("case", STALE_CASES)
 @replays("case")
 def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str, Any]) -> None:
-    """A plain loop that never drops keys and values gives the public code's text. It is not greedy; ours is."""
+    """A plain loop that never drops keys and values gives the public code's text, which differs from greedy decoding.
+    paradec's text equals greedy decoding."""
     settings, module = case["settings"], module_of(case)
     end = module.config.eos_token_id
-    cache, fed = DynamicCache(config=module.config), 0
+    cache, num_cached = DynamicCache(config=module.config), 0
 
-    def best(tokens: list[int]) -> list[int]:
-        nonlocal fed
-        places = torch.arange(fed, fed + len(tokens)).unsqueeze(0)
-        logits = module(torch.tensor([tokens]), position_ids=places, **cache_keyword(module, cache)).logits[0]
-        fed += len(tokens)
+    def predict(tokens: list[int]) -> list[int]:
+        nonlocal num_cached
+        positions = torch.arange(num_cached, num_cached + len(tokens)).unsqueeze(0)
+        logits = module(torch.tensor([tokens]), position_ids=positions, **cache_keyword(module, cache)).logits[0]
+        num_cached += len(tokens)
         logits[:, end] = -10000
         return logits.argmax(-1).tolist()
 
     with torch.no_grad():
-        first, generated, calls = best(settings["prompt"])[-1], [], 1
+        first, generated, calls = predict(settings["prompt"])[-1], [], 1
         for block in case["blocks"]:
             tokens, changed = [first, *block["random"]], True
             while changed:
-                tokens_after = best(tokens)
+                tokens_after = predict(tokens)
                 calls += 1
                 changed = tokens[1:] != tokens_after[:-1]
                 tokens = [first, *tokens_after[:-1]]
             first = tokens_after[-1]
             generated += tokens
     assert generated == case["generated"] != case["greedy"] and calls == case["calls"]
-    assert fed == case["blocks"][-1]["cached_after"]
+    assert num_cached == case["blocks"][-1]["cached_after"]
 
     model, group = paradec.wrap(module), settings["block"]
     sampler = Jacobi(group=group, max_iterations=settings["max_iter"], early_exit="published")
@@ -131,8 +133,8 @@ def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str,
     assert state.done and state.canvas[0, len(settings["prompt"]) :].tolist() == case["greedy"]
 
 
-def test_the_published_early_exit_is_another_text_and_the_prefix_is_not() -> None:
-    """In cases with unconverged blocks the published early exit differs from greedy decoding; "prefix" does not."""
+def test_early_exit_prefix_is_greedy_where_the_published_early_exit_is_not() -> None:
+    """Checked on the recorded cases with unconverged blocks."""
     count = 0
     for _, case in CASES:
         settings = case["settings"]
@@ -183,7 +185,7 @@ def test_the_prefix_of_an_early_exit_is_greedy_decoding(iterations: int) -> None
     assert max(published.row_nfe) <= 1 + 2 * iterations
 
 
-def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
+def test_a_row_can_end_inside_a_block_while_other_rows_continue() -> None:
     end = [token_by_token(MODEL, prompt, 20, ()) for prompt in PROMPTS][0][4]
     model = tiny(2, topology="causal", prediction="shifted", ends=(end,))
     expected = [token_by_token(model, prompt, 20, (end,)) for prompt in PROMPTS]
@@ -191,29 +193,29 @@ def test_a_row_ends_within_its_block_and_its_neighbours_go_on() -> None:
     out = paradec.generate(model, input_ids=PROMPTS, sampler=Jacobi(group=16), max_new_tokens=20, seed=0)
     for row, answer in enumerate(expected):
         assert out.new_tokens[row, : len(answer)].tolist() == answer and out.tokens[row] == len(answer)
-    # a token is right after at most as many iterations as there are tokens before it
+    # the n-th token is correct after at most n iterations
     assert out.row_nfe[0] <= 1 + len(expected[0]) - 1 < max(out.row_nfe)
 
 
-def test_an_end_token_in_an_unconverged_draft_ends_nothing() -> None:
+def test_an_end_token_in_an_unconverged_draft_does_not_end_the_row() -> None:
     greedy = token_by_token(MODEL, PROMPTS[0], 9, ())
     ends = tuple(sorted({*range(40)} - {*greedy}))  # 40 is the mask
     sampler, request = Jacobi(group=9), {"input_ids": PROMPTS[:1], "max_new_tokens": 9, "seed": 0}
-    ended = tiny(2, topology="causal", prediction="shifted", ends=ends)
-    out, expected = (paradec.generate(model, sampler=sampler, **request) for model in (ended, MODEL))
+    model = tiny(2, topology="causal", prediction="shifted", ends=ends)
+    out, expected = (paradec.generate(each, sampler=sampler, **request) for each in (model, MODEL))
     assert out.new_tokens.tolist() == expected.new_tokens.tolist() == [greedy] and out.row_nfe == expected.row_nfe
-    state = sampler.start(ended, PROMPTS[:1], max_new_tokens=9, temperature=0, seed=0)
+    state = sampler.start(model, PROMPTS[:1], max_new_tokens=9, temperature=0, seed=0)
     num_committed = []
     while not state.done:
-        num_committed.append(int(sampler.commit(state, sampler.step(ended, state)).selected.sum()))
+        num_committed.append(int(sampler.commit(state, sampler.step(model, state)).selected.sum()))
     assert num_committed == [1, *[0] * (len(num_committed) - 2), 8]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
 @pytest.mark.parametrize("early_exit", ["prefix", "published"])
-def test_draws_are_those_of_token_by_token_decoding(temperature: float, early_exit: str) -> None:
-    """Noise belongs to a position, so the fixed point equals token-by-token decoding with the same noise."""
+def test_sampled_tokens_equal_those_of_token_by_token_decoding(temperature: float, early_exit: str) -> None:
+    """Each position has its own random noise, so the fixed point equals token-by-token decoding with this noise."""
     request = {"max_new_tokens": 11, "temperature": temperature, "seed": (4, 5, 6), "top_k": 9, "guidance_scale": 1.3}
     expected = paradec.generate(MODEL, input_ids=PROMPTS, sampler=Jacobi(window=1), **request)
     for group in (1, 4, 40):
@@ -230,10 +232,10 @@ def test_answers_have_the_model_s_distribution() -> None:
         assert min(result["p_values"]) > 0.01 / 6
     lossy = Jacobi(group=4, max_iterations=1, early_exit="published")
     result = exactness.test_case(lossy, table, 3000, temperature=0.8, top_k=4)
-    assert max(result["p_values"]) < 1e-6  # the test has power
+    assert max(result["p_values"]) < 1e-6  # the test detects a wrong distribution
 
 
-def test_images_have_their_structure() -> None:
+def test_images_equal_those_of_token_by_token_decoding() -> None:
     model = RecordingModel()
     prompts = [[3, 1], [2], [7, 7, 7]]
     for temperature in (0.0, 1.0):
@@ -246,7 +248,7 @@ def test_images_have_their_structure() -> None:
             assert torch.equal(state.canvas, expected.canvas) and (state.nfe < expected.nfe).all()
 
 
-def test_log_probabilities_are_those_of_token_by_token_decoding() -> None:
+def test_log_probabilities_equal_those_of_token_by_token_decoding() -> None:
     request = {"max_new_tokens": 11, "seed": 0, "logprobs": 2}
     out, expected = (
         paradec.generate(MODEL, input_ids=PROMPTS, sampler=sampler, **request)
@@ -255,19 +257,19 @@ def test_log_probabilities_are_those_of_token_by_token_decoding() -> None:
     torch.testing.assert_close(out.logprobs.chosen, expected.logprobs.chosen, equal_nan=True)
 
 
-def test_settings() -> None:
+def test_lossless_settings_and_models_without_a_store() -> None:
     ceed = paradec.samplers.create("jacobi", preset="ceed")
     assert not ceed.lossless and Jacobi().lossless and Jacobi(group=4, max_iterations=1).lossless
     assert Jacobi(group=4, max_iterations=4, early_exit="published").lossless
 
-    class Ids(torch.nn.Module):
+    class SuccessorModule(torch.nn.Module):
         config = SimpleNamespace(vocab_size=7)
 
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return torch.eye(7)[(input_ids + 1) % 7]
 
-    bare = paradec.wrap(Ids(), topology="causal", prediction="shifted")
+    model = paradec.wrap(SuccessorModule(), topology="causal", prediction="shifted")
     with pytest.raises(ValueError, match="early_exit='published' needs a model with a key.value store"):
-        paradec.generate(bare, input_ids=[[1, 2]], sampler=ceed, max_new_tokens=5)
-    out = paradec.generate(bare, input_ids=[[1, 2]], sampler=Jacobi(group=3), max_new_tokens=5)
+        paradec.generate(model, input_ids=[[1, 2]], sampler=ceed, max_new_tokens=5)
+    out = paradec.generate(model, input_ids=[[1, 2]], sampler=Jacobi(group=3), max_new_tokens=5)
     assert out.new_tokens.tolist() == [[3, 4, 5, 6, 0]]

@@ -1,5 +1,6 @@
-"""Self-speculation: recorded runs of Nemotron-Labs-Diffusion's loop and of greedy decoding with SDAR
-(`tests/golden/autumn`); on any model, the tokens and the distribution of token-by-token decoding."""
+"""Self-speculation: recorded runs of Nemotron-Labs-Diffusion and SDAR; equality with token-by-token decoding.
+
+The recordings are in `tests/golden/autumn`."""
 
 import functools
 import random
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:seed=")
 
 
 @functools.cache
-def loaded(folder: Path, **options: Any) -> Model:
+def load_model(folder: Path, **options: Any) -> Model:
     return paradec.load(folder, dtype="float64", **options)
 
 
@@ -41,7 +42,7 @@ def causal(seed: int = 0) -> Model:
 
 
 class RecordedUniform:
-    """Replacement for `state.uniform`. It returns the reference's numbers in the order of use."""
+    """Replacement for `state.uniform` that returns the reference's numbers in the order in which it used them."""
 
     def __init__(self, state: Any, numbers: list[float], rule: str):
         self.state, self.numbers, self.rule, self.used = state, numbers, rule, 0
@@ -49,15 +50,15 @@ class RecordedUniform:
     def __call__(self, rows: Any, positions: Tensor, count: int, stream: int, ahead: Any = None) -> Tensor:
         width = positions.shape[1]
         unused = torch.tensor([*self.numbers[self.used :], *[0.5] * (width + 3)], dtype=torch.float64)
-        if count == 1:  # drafts: under the match rule the last final token uses a number too
+        if count == 1:  # for drafts; with the match rule, the last committed token also used a number
             skipped = int(self.rule == "match")
             self.used += width + skipped
             return unused[skipped : skipped + width].view(1, -1, 1)
-        # fresh token, acceptance, residual: each use takes the next number
+        # numbers for fresh tokens, acceptance and residuals: the reference takes the next number for each use
         return torch.stack((unused[:width], unused[:width], unused[1 : width + 1]), 1)[None]
 
-    def committed(self, count: int) -> None:
-        """Advance after a step in which `count` tokens became final."""
+    def advance(self, count: int) -> None:
+        """Advance after a step that committed `count` tokens."""
         drafts = int(self.drafted)
         if self.rule == "match":
             self.used += drafts + 1
@@ -65,7 +66,7 @@ class RecordedUniform:
             self.used += count if count > drafts else count + 1
 
 
-def runs(mode: str) -> list[Any]:
+def recorded_runs(mode: str) -> list[Any]:
     parameters = []
     for path in sorted(golden("autumn").glob("nld/traces/*.json")):
         if read_json_unrecorded(path)["mode"] == mode:
@@ -74,18 +75,18 @@ def runs(mode: str) -> list[Any]:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("path", runs("spec"))
+@pytest.mark.parametrize("path", recorded_runs("spec"))
 def test_recorded_rounds(path: Path) -> None:
     trace = read_json(path)
     settings = trace["settings"]
     threshold = settings.get("threshold") or None
     rule = settings.get("rule", "ratio") if threshold is None else "match"
     for topology in (None, "causal"):
-        model = loaded(find_checkpoint(trace["model"], "autumn"), topology=topology)
+        model = load_model(find_checkpoint(trace["model"], "autumn"), topology=topology)
         for number, case in enumerate(trace["cases"]):
             with replay_with_margin(f"{path.stem}, case {number}", case):
-                drafted_with = settings.get("adapter", True)
-                sampler = SelfSpeculative(settings["block"], rule=rule, threshold=threshold, adapter=drafted_with)
+                has_adapter = settings.get("adapter", True)
+                sampler = SelfSpeculative(settings["block"], rule=rule, threshold=threshold, adapter=has_adapter)
                 new, begin = case["max_new_tokens"], len(case["prompt_ids"])
                 ends = settings.get("eos", 0) is not None
                 request = {"temperature": settings["temperature"], "eos_early_stop": ends}
@@ -106,7 +107,7 @@ def test_recorded_rounds(path: Path) -> None:
                         draft = sampler.draft_window
 
                         def count_numbers(state: Any, *args: Any, draft: Any = draft, uniform: Any = uniform) -> None:
-                            uniform.committed(int(state.accepted[-1][0]))
+                            uniform.advance(int(state.accepted[-1][0]))
                             draft(state, *args)
 
                         object.__setattr__(sampler, "draft_window", count_numbers)
@@ -115,14 +116,15 @@ def test_recorded_rounds(path: Path) -> None:
                         object.__delattr__(sampler, "draft_window")
                     calls += 1
                 answer = state.canvas[0, begin : int(state.end[0])].tolist()
-                # windows beyond the end use different numbers
+                # near the end paradec's windows are shorter, which shifts the use of random numbers
                 num_compared = new
                 if uniform is not None:
-                    num_compared = max(at for _, at in rounds if begin + new - at >= sampler.window) - begin
+                    starts = [start for _, start in rounds if begin + new - start >= sampler.window]
+                    num_compared = max(starts) - begin
                 assert answer[:num_compared] == case["tokens"][:new][:num_compared]
                 num_committed = [int(step[0]) for step in state.accepted]
                 if uniform is not None:
-                    rounds = [(drafts, at) for drafts, at in rounds if at <= begin + num_compared]
+                    rounds = [(drafts, start) for drafts, start in rounds if start <= begin + num_compared]
                     num_committed = num_committed[: len(rounds)]
                 for (drafts, committed), theirs in zip(rounds[1:], case["rounds"], strict=False):
                     assert committed - 1 == theirs["start"]
@@ -134,7 +136,7 @@ def test_recorded_rounds(path: Path) -> None:
                 expected = [[0, begin, 1, 1, 0]]
                 for entry in case["rounds"]:
                     start, width = entry["start"], len(entry["block"])
-                    expected += [[start, width, 0, 0, int(drafted_with)]] * entry["drafts"] + [[start, width, 1, 1, 0]]
+                    expected += [[start, width, 0, 0, int(has_adapter)]] * entry["drafts"] + [[start, width, 1, 1, 0]]
                 assert case["calls"] == expected and case["forwards"] == len(expected)
                 round_tokens = [token for entry in case["rounds"] for token in entry["tokens"]]
                 assert round_tokens[: len(case["tokens"]) - 1] == case["tokens"][1:]
@@ -146,7 +148,7 @@ def test_recorded_rounds(path: Path) -> None:
 def greedy_files() -> list[Any]:
     files = sorted(golden("autumn").glob("s2d2/*.json"))
     paths = [path for path in files if any("block1_tokens" in case for case in read_json_unrecorded(path)["cases"])]
-    marks = [(pytest.mark.full,) if at % 2 == 0 else () for at in range(len(paths))]
+    marks = [(pytest.mark.full,) if index % 2 == 0 else () for index in range(len(paths))]
     return [pytest.param(path, id=path.stem, marks=mark) for path, mark in zip(paths, marks, strict=True)]
 
 
@@ -154,7 +156,7 @@ def greedy_files() -> list[Any]:
 def test_sdar_decodes_as_in_blocks_of_one(path: Path) -> None:
     trace = read_json(path)
     folder = find_checkpoint(trace["model"], "autumn")
-    model = loaded(folder, block_length=trace["settings"]["block_length"], mask_token_id=trace["mask_id"])
+    model = load_model(folder, block_length=trace["settings"]["block_length"], mask_token_id=trace["mask_id"])
     stops, num_accepted = set(trace["stop_ids"]), 0
     for number, case in enumerate(trace["cases"]):
         with replay_with_margin(f"{path.stem}, case {number}", case):
@@ -168,7 +170,7 @@ def test_sdar_decodes_as_in_blocks_of_one(path: Path) -> None:
             assert case["calls"] == 1 + 3 * len(case["rounds"])
             starts = [entry["start"] - case["rounds"][0]["start"] for entry in case["rounds"]]
             lengths = [len(entry["tokens"]) for entry in case["rounds"]]
-            assert starts == [sum(lengths[:at]) for at in range(len(lengths))]
+            assert starts == [sum(lengths[:index]) for index in range(len(lengths))]
             for entry in case["rounds"]:
                 count = entry["accepted"]
                 assert entry["tokens"][:count] == entry["drafts"][:count] and len(entry["tokens"]) <= count + 1
@@ -183,7 +185,7 @@ MODELS["shifted"] = lambda: tiny(2, "block_causal", "shifted")
 @pytest.mark.thinned
 @pytest.mark.parametrize("count", [12, pytest.param(170, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", MODELS)
-def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: int) -> None:
+def test_greedy_tokens_equal_those_of_token_by_token_decoding(kind: str, count: int) -> None:
     model, draw = MODELS[kind](), random.Random(count)
     assert model.pads and model.supports_store
     usual = [token for token in range(VOCAB) if token not in (MASK, END)]
@@ -205,7 +207,7 @@ def test_greedy_tokens_are_those_of_token_by_token_decoding(kind: str, count: in
     "settings", [{}, {"rule": "match"}, {"rule": "match", "threshold": 0.2}, {"window": 2}], ids=str
 )
 @pytest.mark.full
-def test_the_distribution(kind: str, settings: dict[str, Any]) -> None:
+def test_answers_have_the_distribution_of_token_by_token_decoding(kind: str, settings: dict[str, Any]) -> None:
     model, rows, temperature = MODELS[kind](), 6000, 0.6
     suppressed = [token for token in range(VOCAB) if token not in (1, 2, 3, 5)]
     request = {"temperature": temperature, "max_new_tokens": 3, "suppress_tokens": suppressed, "eos_early_stop": False}
@@ -215,17 +217,17 @@ def test_the_distribution(kind: str, settings: dict[str, Any]) -> None:
     for first, second in out.new_tokens[:, :2].tolist():
         counts[ids.index(first), ids.index(second)] += 1
     expected = np.zeros((4, 4))
-    start = next_token(model, PROMPTS[0], ids, temperature)
-    for at, token in enumerate(ids):
-        expected[at] = start[at] * next_token(model, [*PROMPTS[0], token], ids, temperature)
+    p_first = next_token(model, PROMPTS[0], ids, temperature)
+    for index, token in enumerate(ids):
+        expected[index] = p_first[index] * next_token(model, [*PROMPTS[0], token], ids, temperature)
     from scipy import stats
 
     assert stats.chisquare(counts.ravel(), expected.ravel() * rows).pvalue > 1e-3
 
 
-def test_the_adapter_changes_drafts_alone() -> None:
+def test_the_adapter_changes_only_the_drafts() -> None:
     folder = next(iter(sorted(path.parent for path in (GOLDEN / "autumn" / "nld").glob("*/config.json"))))
-    model = loaded(folder)
+    model = load_model(folder)
     before = {name: weight.clone() for name, weight in model.module.named_parameters()}
     prompt = [token for token in range(20, 30) if token != model.facts.mask_id]
     canvases, drafts = [], []
@@ -245,7 +247,7 @@ def test_the_adapter_changes_drafts_alone() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("settings", [{}, {"rule": "match", "threshold": 0.5}])
-def test_answers_under_a_constraint(settings: dict[str, Any]) -> None:
+def test_constrained_answers_have_the_distribution_of_token_by_token_decoding(settings: dict[str, Any]) -> None:
     model = add_letter_tokenizer(causal(42), 20)
     sampler = paradec.samplers.create("self_speculative", window=4, **settings)
     assert max(assert_masked_decoding(sampler, model, "(a|bx)yz[cd](efg)?", 9, 400).row_nfe) < 9

@@ -1,4 +1,4 @@
-"""SJD-PAC: recorded verifications, a plain version with an enumerated distribution, and complete decodings."""
+"""SJD-PAC: recorded verifications, the distribution of a plain version by enumeration, and full decoding."""
 
 import functools
 from collections import defaultdict
@@ -33,11 +33,12 @@ def test_the_plain_step_replays_a_recorded_verification(path: Path) -> None:
     next_drafts += [
         (int(case["g"][slot] * vocab), [1 / vocab] * vocab) for slot in range(len(next_drafts), case["window"] - 1)
     ]
-    others = [case["siblings"] - 1 if slot < case["branching"] else 0 for slot in range(len(next_drafts))]
-    drafts = [siblings_of(q, x, draw, case["t"][slot][: others[slot]]) for slot, (x, q) in enumerate(next_drafts)]
+    counts = [case["siblings"] - 1 if slot < case["branching"] else 0 for slot in range(len(next_drafts))]
+    drafts = [siblings_of(q, x, draw, case["t"][slot][: counts[slot]]) for slot, (x, q) in enumerate(next_drafts)]
     assert drafts == expected["drafts"]
-    before = [slot[0] for slot in case["drafts"][len(expected["committed"]) :]]
-    assert expected["same"] == [old == slot[0] for old, slot in zip(before, drafts[: expected["kept"]], strict=False)]
+    old_firsts = [slot[0] for slot in case["drafts"][len(expected["committed"]) :]]
+    pairs = zip(old_firsts, drafts[: expected["kept"]], strict=False)
+    assert expected["same"] == [old == slot[0] for old, slot in pairs]
     torch.testing.assert_close(torch.tensor([q for _, q in next_drafts]), torch.tensor(expected["q"]))
 
 
@@ -120,18 +121,18 @@ def test_the_plain_steps_have_the_model_s_distribution(
     numbers = {"u": [[0.0] * siblings] * window, "v": [0.0] * window, "branching": branching}
 
     def next_windows(next_drafts: list[Any], slots: int) -> list[tuple[float, Any]]:
-        """All next windows with their probabilities: remaining drafts, then guesses, each with siblings."""
+        """Return all (probability, next window): the remaining drafts, then guesses, each with its siblings."""
 
-        def act(pick: Draw, flip: Coin) -> Any:
+        def draw_window(draw: Draw, coin: Coin) -> Any:
             window_drafts = [*next_drafts[:slots]]
-            window_drafts += [(pick(list(guess), 0.0), guess) for _ in range(slots - len(window_drafts))]
+            window_drafts += [(draw(list(guess), 0.0), guess) for _ in range(slots - len(window_drafts))]
             counts = [siblings - 1 if slot < branching else 0 for slot in range(slots)]
             return tuple(
-                (tuple(siblings_of(list(q), x, pick, [0.0] * more)), tuple(q))
-                for (x, q), more in zip(window_drafts, counts, strict=True)
+                (tuple(siblings_of(list(q), x, draw, [0.0] * count)), tuple(q))
+                for (x, q), count in zip(window_drafts, counts, strict=True)
             )
 
-        return outcomes(act)
+        return outcomes(draw_window)
 
     states: dict[Any, float] = defaultdict(float)
     for chance, drafts in next_windows([], min(window, length) - 1):
@@ -149,24 +150,24 @@ def test_the_plain_steps_have_the_model_s_distribution(
             if len(longer) == length + 1:
                 distribution[longer] += weight * chance
                 continue
-            for more, following in next_windows(next_drafts, min(window, length + 1 - len(longer)) - 1):
-                states[longer, following] += weight * chance * more
-    worst = 0.0
+            for window_chance, next_window in next_windows(next_drafts, min(window, length + 1 - len(longer)) - 1):
+                states[longer, next_window] += weight * chance * window_chance
+    max_difference = 0.0
     for text, chance in distribution.items():
         expected = 1.0
-        for at in range(1, length + 1):
-            expected *= after(text[:at])[text[at]]
-        worst = max(worst, abs(chance - expected))
-    assert len(distribution) == vocab**length and worst < 1e-12
+        for end in range(1, length + 1):
+            expected *= after(text[:end])[text[end]]
+        max_difference = max(max_difference, abs(chance - expected))
+    assert len(distribution) == vocab**length and max_difference < 1e-12
 
 
 MODEL = TableModel.random(5, seed=0)
 SHAPES = [(2, 1, 6), (3, 2, 4), (4, 1, 3), (2, 3, 4), (6, 2, 3)]
-"""Siblings, slots of them, window."""
+"""(drafts per branching slot, number of branching slots, window)"""
 
 
 @pytest.mark.parametrize(("siblings", "branching", "window"), SHAPES)
-def test_every_step_of_a_batch_is_the_plain_one(siblings: int, branching: int, window: int) -> None:
+def test_every_step_of_a_batch_equals_the_plain_step(siblings: int, branching: int, window: int) -> None:
     sampler = SCD(window=window, refresh="maximal", siblings=siblings, branching=branching)
     prompts, answer, lengths = [[2, 0], [4, 1, 3], [1, 2, 2, 0]], 9, set()
     state = sampler.start(MODEL, prompts, max_new_tokens=answer, seed=5)
@@ -174,24 +175,24 @@ def test_every_step_of_a_batch_is_the_plain_one(siblings: int, branching: int, w
         rows, width = state.rows, state.width
         before = {name: state.memory[name].clone() for name in ("drafts", "draft_source", "siblings")}
         q_before, start = state.memory["draft_distribution"].clone(), state.committed.copy()
-        drawn = state.uniform(rows, state.positions(rows), 2 + siblings, rng.TOKEN_STREAM)
+        uniform = state.uniform(rows, state.positions(rows), 2 + siblings, rng.TOKEN_STREAM)
         commit = sampler.commit(state, sampler.step(MODEL, state))
         for index, row in enumerate(rows.tolist()):
             slots = min(width, int(state.length[row] - start[row]))
             depth = min(branching, slots - 1)
-            case: dict[str, Any] = {"branching": min(branching, width - 1), "v": drawn[index, :, 2].tolist()}
-            case["u"] = [[numbers[1], *numbers[3:]] for numbers in drawn[index].tolist()]
+            case: dict[str, Any] = {"branching": min(branching, width - 1), "v": uniform[index, :, 2].tolist()}
+            case["u"] = [[numbers[1], *numbers[3:]] for numbers in uniform[index].tolist()]
             sources, guess = before["draft_source"][row].tolist(), [1 / 5] * 5
-            case["q"] = [q_before[row, at].tolist() if at >= 0 else guess for at in sources[: slots - 1]]
+            case["q"] = [q_before[row, source].tolist() if source >= 0 else guess for source in sources[: slots - 1]]
             firsts, others = before["drafts"][row].tolist(), before["siblings"][row].tolist()
-            case["drafts"] = [[firsts[at], *(others[at] if at < depth else [])] for at in range(slots - 1)]
+            case["drafts"] = [[firsts[slot], *(others[slot] if slot < depth else [])] for slot in range(slots - 1)]
             text = state.canvas[row, : start[row]].tolist()
 
             def next_probabilities(path: tuple[int, ...], text: Any = text, case: Any = case) -> Weights:
                 tokens = [*text, *(case["drafts"][slot][child] for slot, child in enumerate(path))]
                 return MODEL.table[tokens[-2], tokens[-1]].softmax(-1).tolist()
 
-            case["end"] = float(drawn[index, slots - 1, 0])
+            case["end"] = float(uniform[index, slots - 1, 0])
             committed, next_drafts = sjd_pac_step(case, next_probabilities, draw, toss, last=True)
             assert commit.values[index][commit.selected[index]].tolist() == committed
             assert state.memory["drafts"][row, : len(next_drafts)].tolist() == [x for x, _ in next_drafts]
@@ -207,8 +208,8 @@ def test_every_step_of_a_batch_is_the_plain_one(siblings: int, branching: int, w
 
 @pytest.mark.parametrize("request_", [{"temperature": 0.8, "top_k": 3}, {"guidance_scale": 1.7, "logprobs": 2}])
 @pytest.mark.parametrize(("siblings", "branching"), [(2, 1), (4, 2)])
-def test_with_noise_the_tokens_are_those_of_jacobi(siblings: int, branching: int, request_: dict[str, Any]) -> None:
-    """The token is argmax(log p + g) after the same text, whatever the drafts are."""
+def test_siblings_change_no_token_and_save_forwards(siblings: int, branching: int, request_: dict[str, Any]) -> None:
+    """A token is argmax(log p + g) with the position's Gumbel noise g, so it does not depend on the drafts."""
     base, request = tiny_base(), {"max_new_tokens": 24, "seed": 3} | request_
     request |= {"negative_prompt": NEGATIVE} if "guidance_scale" in request_ else {}
     expected, alone = decode_answers(Jacobi(window=6), base, PROMPTS, **request)

@@ -1,4 +1,4 @@
-"""The Jacobi family on causal language models: drafters, stores, models without a store, ZipAR."""
+"""SJD and related samplers on causal language models: drafters, lossy methods, models without a KV cache, ZipAR."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def create_sampler(name: str) -> CausalSampler:
 
 @pytest.mark.parametrize("name", ["speculative", "speculative, tree", "speculative, greedy tree"])
 def test_drafters_stop_one_token_before_the_end(name: str) -> None:
-    """A step commits one token more than its accepted drafts, so the last token is never drafted."""
+    """A step commits one token more than the accepted drafts, so the last token never needs a draft."""
     model, sampler, new = wrap_causal(), create_sampler(name), 11
     depth = {"speculative": sampler.window - 1, "speculative, tree": 3, "speculative, greedy tree": 2}[name]
     for prompt in PROMPTS:
@@ -71,15 +71,15 @@ def test_models_with_windowed_or_eager_attention_run_without_a_store() -> None:
         assert tokens == greedy(module, PROMPTS, 7)
 
 
-def test_steps_over_the_store_evaluate_the_window_alone() -> None:
+def test_steps_with_a_store_evaluate_only_the_window() -> None:
     _, state = decode_answers(create_sampler("sjd"), wrap_causal(), PROMPTS, max_new_tokens=12, seed=0)
-    prompt = np.array(list(map(len, PROMPTS)))
+    prompt_lengths = np.array(list(map(len, PROMPTS)))
     assert (state.full_forwards == 1).all()
-    assert (state.forwarded_tokens <= prompt + 4 + 5 * (state.nfe - 1)).all()
+    assert (state.forwarded_tokens <= prompt_lengths + 4 + 5 * (state.nfe - 1)).all()
 
 
-def test_modules_that_take_no_padding_are_called_by_length() -> None:
-    class Plain(torch.nn.Module):
+def test_modules_without_padding_get_rows_of_equal_length() -> None:
+    class WithoutPadding(torch.nn.Module):
         def __init__(self, module: LlamaForCausalLM):
             super().__init__()
             self.module, self.config = module, module.config
@@ -90,18 +90,18 @@ def test_modules_that_take_no_padding_are_called_by_length() -> None:
     module = tiny_llama()
     answers = [
         decode_answers(create_sampler(name), model, PROMPTS, max_new_tokens=9, seed=5)[0]
-        for model in (wrap_causal(Plain(module)), wrap_causal(module))
+        for model in (wrap_causal(WithoutPadding(module)), wrap_causal(module))
         for name in ("sjd", "speculative")
     ]
     assert answers[:2] == answers[2:]
     with pytest.raises(ValueError, match="needs models that run over a store"):
-        create_sampler("speculative, tree").start(wrap_causal(Plain(module)), PROMPTS, max_new_tokens=9)
+        create_sampler("speculative, tree").start(wrap_causal(WithoutPadding(module)), PROMPTS, max_new_tokens=9)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
 @pytest.mark.parametrize("row_end", [None, 8])
-def test_zipar_equals_a_loop_over_its_steps(window: int, row_end: int | None) -> None:
+def test_zipar_equals_a_plain_loop(window: int, row_end: int | None) -> None:
     grid = Grid(4, 4, cells=range(2, 8), row_end=row_end, head=(0,), tail=(9, 1))
     module = tiny_llama(layers=1)
     model, sampler = wrap_causal(module), paradec.samplers.create("zipar", window=window)
@@ -113,7 +113,7 @@ def test_zipar_equals_a_loop_over_its_steps(window: int, row_end: int | None) ->
     assert (tokens == token_by_token) == (window == 9)
 
 
-def test_zipar_over_two_layers_with_guidance_and_a_full_lead_is_token_by_token() -> None:
+def test_zipar_with_a_full_window_equals_token_by_token_decoding() -> None:
     grid, model = Grid(3, 4, cells=range(2, 8), row_end=8), wrap_causal()
     request: dict[str, Any] = {"grid": grid, "temperature": 0, "guidance_scale": 2.0, "negative_prompt": [[1, 2, 3]]}
     sampler = paradec.samplers.create("zipar", window=4)

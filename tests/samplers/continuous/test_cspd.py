@@ -1,4 +1,4 @@
-"""CSpD: replay of the public code on small models, its rule against plain loops, and properties on any models."""
+"""CSpD: replays of the public code on small models, comparison of the rule with a plain loop, and properties."""
 
 from __future__ import annotations
 
@@ -37,38 +37,43 @@ def recorded_model(name: str) -> MARModel:
 
 
 @dataclass
-class Recorded:
-    """Random numbers of a recorded run: initial noise, noise of diffusion steps, and numbers of each verification."""
+class RecordedDraws:
+    """The random numbers of a recorded run."""
 
-    start: Tensor
-    steps: Tensor
-    first: int
+    initial_noise: Tensor
+    step_noise: Tensor
+    """The noise of the diffusion steps."""
+    first_verified: int
     """Index of the first commit with a verification."""
     uniform: list[Tensor]
-    again: list[list[tuple[Tensor, Tensor]]]
+    """For each verification, the numbers that decide acceptance."""
+    redraws: list[list[tuple[Tensor, Tensor]]]
+    """For each verification and each of its rounds, noise and uniform numbers."""
 
     @staticmethod
-    def of(case: dict[str, Any], arrays: dict[str, Tensor]) -> Recorded:
+    def from_case(case: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedDraws:
         numbers = iter(arrays[name] for name, _, _ in case["draws"])
-        start, steps = next(numbers), next(numbers)
-        uniform, again = [], []
+        initial_noise, step_noise = next(numbers), next(numbers)
+        uniform, redraws = [], []
         for step in case["steps"]:
             if step["kind"] == "verify":
                 uniform.append(next(numbers))
-                again.append([(next(numbers), next(numbers)) for _ in range(step["verified"]["redraw_rounds"])])
+                redraws.append([(next(numbers), next(numbers)) for _ in range(step["verified"]["redraw_rounds"])])
         assert next(numbers, None) is None
-        return Recorded(start, steps, sum(step["kind"] == "target" for step in case["steps"]), uniform, again)
+        num_unverified = sum(step["kind"] == "target" for step in case["steps"])
+        return RecordedDraws(initial_noise, step_noise, num_unverified, uniform, redraws)
 
     def chain(self, positions: Tensor, steps: int, channels: int) -> Tensor:
-        noise = torch.cat((self.start.unsqueeze(2), self.steps.flip(2)), 2)  # entry i is used at diffusion step i
+        # entry i of the third dimension is used at diffusion step i
+        noise = torch.cat((self.initial_noise.unsqueeze(2), self.step_noise.flip(2)), 2)
         assert noise.shape[2:] == (steps + 1, channels)
         return noise[torch.arange(len(positions)).unsqueeze(1), positions]
 
     def accept(self, commit: int, at: Tensor) -> Tensor:
-        return self.uniform[commit - self.first].view_as(at)
+        return self.uniform[commit - self.first_verified].view_as(at)
 
     def redraw(self, commit: int, number: int, rows: Tensor, at: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-        return self.again[commit - self.first][number]  # for all tokens, row by row
+        return self.redraws[commit - self.first_verified][number]  # for all tokens, row by row
 
 
 @pytest.mark.parametrize("name", image_cases("cspd", "steps"))
@@ -91,41 +96,41 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert checksum(actual) == pytest.approx(expected, abs=atol)
 
     assert solver(parse_head_steps(settings["num_sampling_steps"]))[0] == case["timestep_map"]
-    drafted: list[tuple[ContinuousQuery, Tensor]] = []
+    draft_calls: list[tuple[ContinuousQuery, Tensor]] = []
     original_call = MARModel.__call__
 
     def record_draft(self: MARModel, query: ContinuousQuery) -> Any:
-        answer = original_call(self, query)
+        output = original_call(self, query)
         if self is draft:
-            drafted.append((query, answer.tokens))
-        return answer
+            draft_calls.append((query, output.tokens))
+        return output
 
     monkeypatch.setattr(MARModel, "__call__", record_draft)
     request = {"steps": settings["num_iter"], "guidance_scale": settings["cfg"], "order": torch.tensor(case["orders"])}
-    state = sampler.start(target, settings["labels"], draws=Recorded.of(case, arrays), **request)
+    state = sampler.start(target, settings["labels"], draws=RecordedDraws.from_case(case, arrays), **request)
     steps = iter(enumerate(case["steps"]))
     while not state.done:
-        drafted.clear()
-        before = state.tokens
+        draft_calls.clear()
+        tokens = state.tokens
         (query,) = sampler.query(state)
-        answer = target(query)
-        proposal = sampler.propose(state, [answer], [query])
+        output = target(query)
+        proposal = sampler.propose(state, [output], [query])
         index, step = next(steps)
-        for call, values in drafted:
+        for call, values in draft_calls:
             assert step["kind"] == "draft" and call.wanted.tolist() == step["positions"]
             num_known = call.tokens.shape[1] + call.wanted.shape[1]
             assert max(state.order.shape[1] - num_known, 1) == step["unknown_after"]
-            before = before.scatter(1, call.wanted.unsqueeze(-1).expand_as(values), values.to(before.dtype))
+            tokens = tokens.scatter(1, call.wanted.unsqueeze(-1).expand_as(values), values.to(tokens.dtype))
             assert_sum(values, step["values"])
-            assert_sum(before, step["tokens"])
+            assert_sum(tokens, step["tokens"])
             index, step = next(steps)
-        assert step["kind"] == ("verify" if drafted else "target")
+        assert step["kind"] == ("verify" if draft_calls else "target")
         assert query.wanted.tolist() == step["positions"]
-        assert_sum(answer.tokens, step["values"])
+        assert_sum(output.tokens, step["values"])
         if f"step.{index}.values" in arrays:
-            assert_near(answer.tokens.flatten(0, 1), arrays[f"step.{index}.values"])
+            assert_near(output.tokens.flatten(0, 1), arrays[f"step.{index}.values"])
         sampler.commit(state, proposal)
-        if drafted:
+        if draft_calls:
             assert proposal.draft is not None and proposal.verdict is not None
             for number, distribution in (("x1", proposal.draft), ("x2", proposal.target)):
                 assert_near(distribution.mean.flatten(0, 1), arrays[f"verify.{index}.{number}_mean"])
@@ -137,8 +142,8 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert verdict.rounds == expected["redraw_rounds"]
             assert_near(verdict.values, arrays[f"verify.{index}.result"])
         else:
-            positions = query.wanted.unsqueeze(-1).expand_as(answer.tokens)
-            assert_near(state.tokens, before.scatter(1, positions, answer.tokens))
+            positions = query.wanted.unsqueeze(-1).expand_as(output.tokens)
+            assert_near(state.tokens, tokens.scatter(1, positions, output.tokens))
             assert_sum(state.tokens, step["tokens"])
     assert next(steps, None) is None
     assert_near(target.image(state.tokens), arrays["latent"])
@@ -188,13 +193,14 @@ def test_every_token_follows_the_formulas(inner: float, spread: float) -> None:
         means + spread * normals(count, channels), draft.std * normals(count, channels).mul(0.2).exp(),
         draft.half_log_variance + normals(count, channels) * 0.2,
     )  # fmt: skip
-    noise, again = normals(rounds, count, channels), torch.rand(rounds, count, generator=draw, dtype=torch.float64)
+    noise = normals(rounds, count, channels)
+    redraw_uniform = torch.rand(rounds, count, generator=draw, dtype=torch.float64)
     uniform = torch.rand(count, generator=draw, dtype=torch.float64)
     num_redrawn: list[int] = []
 
     def redraw(number: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         num_redrawn.append(len(tokens))
-        return noise[number][tokens], again[number][tokens]
+        return noise[number][tokens], redraw_uniform[number][tokens]
 
     result = verify_drafts(draft.mean, draft, target, uniform, redraw, inner, rounds, mended=True)
     assert num_redrawn == sorted(num_redrawn, reverse=True) and num_redrawn[0] == (~result.accepted).sum()
@@ -203,8 +209,8 @@ def test_every_token_follows_the_formulas(inner: float, spread: float) -> None:
         values, accepted = cspd_token(token, draft, target, float(uniform[token]), redraw, inner, rounds)
         assert result.values[token].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12)
         assert bool(result.accepted[token]) == accepted
-        kinds.add("accepted" if accepted else "drawn" if result.resolved[token] else "target's")
-    assert kinds >= {"drawn", "target's"} and result.values.isfinite().all()
+        kinds.add("accepted" if accepted else "redrawn" if result.resolved[token] else "unresolved")
+    assert kinds >= {"redrawn", "unresolved"} and result.values.isfinite().all()
 
 
 def cdf(y: Tensor, mean: float, std: float) -> Tensor:
@@ -212,7 +218,7 @@ def cdf(y: Tensor, mean: float, std: float) -> Tensor:
 
 
 def distance(values: Tensor, expected: Tensor) -> float:
-    """Kolmogorov-Smirnov distance of sorted values; expected: the distribution function at these."""
+    """Return the Kolmogorov-Smirnov distance of sorted values. expected: the distribution function at the values."""
     share = torch.arange(1, len(values) + 1) / len(values)
     return float(torch.maximum((share - expected).abs(), (share - 1 / len(values) - expected).abs()).max())
 
@@ -220,8 +226,8 @@ def distance(values: Tensor, expected: Tensor) -> float:
 MQ, SQ, MP, SP = 0.0, 1.0, 0.8, 0.7
 
 
-def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
-    """Apply the rule with T = 1 to many tokens with one channel."""
+def verify_one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
+    """Apply the rule with inner temperature 1 to many tokens with one channel."""
     count = len(x)
     draw = torch.Generator().manual_seed(3)
     ones = torch.ones(count, 1, dtype=torch.float64)
@@ -239,7 +245,7 @@ def one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
 def test_one_dimension_has_the_target_s_distribution() -> None:
     count = 40_000
     x = MQ + SQ * torch.randn(count, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    result = one_dimension(x, 1.0)
+    result = verify_one_dimension(x, 1.0)
     values = result.values[:, 0].sort().values
     assert distance(values, cdf(values, MP, SP)) < 1.63 / math.sqrt(count)
     assert result.resolved.all() and 0.3 < result.accepted.double().mean() < 0.7
@@ -251,7 +257,7 @@ def test_one_dimension_has_the_target_s_distribution() -> None:
 @pytest.mark.parametrize("sigma", [1.0, 0.6, 1.2])
 def test_one_dimension_of_equal_drafts(sigma: float) -> None:
     count = 40_000
-    result = one_dimension(torch.full((count, 1), MQ, dtype=torch.float64), sigma)
+    result = verify_one_dimension(torch.full((count, 1), MQ, dtype=torch.float64), sigma)
     ratio = sigma * SQ / SP * math.exp(-(((MQ - MP) / SP) ** 2) / 2)
     assert result.ratio.tolist() == pytest.approx([ratio] * count)
     share = min(ratio, 1)
@@ -293,10 +299,10 @@ def run(sampler: CSpD, model: MARModel, labels: Any = (3, 1), **request: Any) ->
 
 def test_a_draft_model_that_is_the_model_is_accepted(model: MARModel) -> None:
     plain = run(CSpD(ratio=1, head_steps="4,1"), model)
-    drafted = run(CSpD(model, num_draft=1, ratio=0, head_steps="4,1", inner_temperature=1), model)
-    torch.testing.assert_close(drafted.tokens, plain.tokens, atol=1e-10, rtol=1e-10)
-    assert plain.nfe.tolist() == drafted.nfe.tolist() == [8, 8]
-    assert plain.draft_nfe.tolist() == [0, 0] and drafted.draft_nfe.tolist() == [7, 7]
+    draft_calls = run(CSpD(model, num_draft=1, ratio=0, head_steps="4,1", inner_temperature=1), model)
+    torch.testing.assert_close(draft_calls.tokens, plain.tokens, atol=1e-10, rtol=1e-10)
+    assert plain.nfe.tolist() == draft_calls.nfe.tolist() == [8, 8]
+    assert plain.draft_nfe.tolist() == [0, 0] and draft_calls.draft_nfe.tolist() == [7, 7]
     assert plain.row_forwards.tolist() == [16, 16] and plain.forwarded_tokens.tolist() == [16 * 16] * 2
 
 
