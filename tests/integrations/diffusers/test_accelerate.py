@@ -1,4 +1,4 @@
-"""`paradec.accelerate` on diffusers' pipelines: attaching, results, detaching."""
+"""`paradec.accelerate` on diffusers' pipelines: recorded latents, forecasts, schedules, memory, detaching, errors."""
 
 import json
 import re
@@ -83,18 +83,18 @@ def count_calls(module: nn.Module, names: list[str]) -> dict[str, int]:
     return calls
 
 
-HOOKED = "(single_)?transformer_blocks.*attn"
+DEFAULT_MODULES = "(single_)?transformer_blocks.*attn"
 """Modules that diffusers' hook forecasts by default."""
 
 
 def recorded_settings(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return TaylorSeer's settings for a recorded run: of the reference, of diffusers' hook, or without forecasts."""
+    """Return settings of `Forecast` for a recorded run: of TaylorSeer, of diffusers' hook, or without forecasts."""
     if "interval" in facts:
         return {"when": Every(facts["interval"], facts["first_enhance"]), "order": facts["max_order"]}
     if "config" not in facts:
         return {"when": Every(1)}
     config = facts["config"]
-    modules = Modules(config.get("cache_identifiers", HOOKED))
+    modules = Modules(config.get("cache_identifiers", DEFAULT_MODULES))
     bounds = config["disable_cache_before_step"], "diffusers", config.get("disable_cache_after_step")
     return {
         "when": Every(config["cache_interval"], *bounds),
@@ -164,7 +164,7 @@ def test_latents_of_the_traces(path: Path, name: str, recorded: dict[Path, Any])
     ],
     ids=lambda config: type(config).__name__,
 )
-def test_configs_of_diffusers(config: Any) -> None:
+def test_diffusers_configs_give_the_latents_of_diffusers(config: Any) -> None:
     pipe = flux_pipeline()
     with accelerate(pipe, config):
         ours = run_flux(pipe, 12)
@@ -174,7 +174,7 @@ def test_configs_of_diffusers(config: Any) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers(name: str) -> None:
+def test_forecasts_on_every_transformer(name: str) -> None:
     module, inputs = tiny_transformer(name)
     before, expected = attributes(module), denoise(module, inputs, 5)
     for target in TARGETS:
@@ -194,7 +194,7 @@ def test_transformers(name: str) -> None:
     assert torch.equal(denoise(module, inputs, 5), expected) and attributes(module) == before
 
 
-BRANCHES = {
+TARGET_MODULES = {
     "DiT": {"attn1", "ff"}, "FLUX": {"attn", "ff", "ff_context", "proj_mlp", "proj_out"},
     "SD3": {"attn", "attn2", "ff", "ff_context"}, "PixArt": {"attn1", "attn2", "ff"}, "Sana": {"attn1", "attn2", "ff"},
     "Wan": {"attn1", "attn2", "ffn"}, "HunyuanVideo": {"attn", "ff", "ff_context", "proj_mlp", "proj_out"},
@@ -207,7 +207,7 @@ def test_targets_are_the_modules_of_the_papers(name: str) -> None:
     """Targets are attention and feed-forward outputs before their gates; in single-stream blocks, their sum."""
     module, inputs = tiny_transformer(name)
     actual = find_places(module, "module")
-    assert {place.name.split(".")[-1] for place in actual} == BRANCHES[name]
+    assert {place.name.split(".")[-1] for place in actual} == TARGET_MODULES[name]
     singles = {place.block for place in actual if place.name.endswith("proj_out")}
     assert len(singles) == (2 if name in ("FLUX", "HunyuanVideo") else 0)
     assert all((place.kind == "skip") == (place.sink is not None) for place in actual)
@@ -218,6 +218,8 @@ def test_targets_are_the_modules_of_the_papers(name: str) -> None:
 
 
 class Drift(nn.Module):
+    """A transformer whose modules return polynomials of the step."""
+
     def __init__(self, degree: int):
         super().__init__()
         self.degree, self.step = degree, 0
@@ -273,7 +275,7 @@ def test_polynomial_trajectories_are_forecast_exactly(target: str, degree: int, 
 
 
 @pytest.mark.parametrize("is_rising", [True, False])
-def test_a_bare_transformer_starts_new_runs(is_rising: bool) -> None:
+def test_a_transformer_without_pipeline_detects_new_runs(is_rising: bool) -> None:
     torch.manual_seed(0)
     module, latent = Drift(1).requires_grad_(False), torch.randn(2, 3, 4, dtype=torch.float64)
     times = [torch.full((2,), step) for step in (range(8) if is_rising else range(7, -1, -1))]
@@ -327,13 +329,13 @@ def test_runs_are_repeatable_and_leave_no_state(name: str, request: Any, plain: 
         nonlocal calls
         calls += 1
         if calls == 7:
-            raise RuntimeError("out of memory, say")
+            raise RuntimeError("out of memory")
 
     handle = pipe.transformer.register_forward_pre_hook(fail)
-    refuses(lambda: run(pipe), "say", RuntimeError)
+    refuses(lambda: run(pipe), "out of memory", RuntimeError)
     handle.remove()
     assert torch.equal(run(pipe), first)
-    if name != "dit":  # its pipeline has no callbacks
+    if name != "dit":  # DiTPipeline has no callbacks
 
         def interrupt(pipe: Any, step: int, timestep: Any, tensors: dict) -> dict:
             if step == 2:
@@ -353,7 +355,7 @@ def test_runs_are_repeatable_and_leave_no_state(name: str, request: Any, plain: 
     assert after == before
 
 
-def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
+def test_guidance_branches_in_two_calls_are_forecast_separately(wan: Any, plain: dict[str, Tensor]) -> None:
     with accelerate(wan, TaylorSeer(interval=3)) as session:
         run_wan(wan)
         calls = session.report().calls
@@ -362,8 +364,8 @@ def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
             assert (cond.step, cond.kind) == (uncond.step, uncond.kind)
         assert session.report().full_steps == [0, 3, 6, 9]
         names = {transformer.name: set(transformer.state.branches) for transformer in session.transformers}
-        assert names == {"transformer": set()}  # dropped when the run was over
-    # guidance 1 makes one call per step; branches do not mix: swapped texts give swapped results
+        assert names == {"transformer": set()}  # deleted when the run ended
+    # the two calls of a step are averaged, so swapping their texts must not change the result
     module, inputs = tiny_transformer("Wan")
     with accelerate(module, Forecast(when=Every(3, 2))):
         both = denoise(module, inputs, 8, calls=2)
@@ -372,7 +374,7 @@ def test_guidance_in_two_calls(wan: Any, plain: dict[str, Tensor]) -> None:
         torch.testing.assert_close(denoise(module, mirrored, 8, calls=2), both)
 
 
-def test_guidance_in_one_batch(dit: Any) -> None:
+def test_guidance_branches_in_one_batch_are_forecast_separately(dit: Any) -> None:
     module = dit.transformer
     inputs = {"hidden_states": torch.randn(2, 4, 8, 8), "class_labels": torch.tensor([1, 1000])}
     with accelerate(module, Forecast(when=Every(3, 2))):
@@ -381,7 +383,7 @@ def test_guidance_in_one_batch(dit: Any) -> None:
     torch.testing.assert_close(both[:1], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_other_shapes(flux: Any) -> None:
+def test_calls_with_a_new_shape_are_evaluated(flux: Any) -> None:
     sizes = {size: run_flux(flux, 8, height=size, width=size) for size in (16, 32)}
     with accelerate(flux, TaylorSeer(interval=1)):
         for size, expected in sizes.items():
@@ -391,7 +393,7 @@ def test_other_shapes(flux: Any) -> None:
     with torch.no_grad(), accelerate(module, Forecast(when=Every(8, 2))) as session:
         for step in range(8):
             module(**inputs if step < 4 else small, timestep=torch.tensor([1.0 - step / 8]))
-    # the first call of another shape is evaluated, whatever the schedule says
+    # the schedule has no full step at step 4, but the shape changes there
     assert "".join(call.kind[:2] for call in session.report().calls) == "fufufofofufofofo"
 
 
@@ -415,15 +417,15 @@ def test_the_scheduler_may_be_replaced(dit: Any) -> None:
         dit.scheduler = scheduler
 
 
-RULES = {
+SCHEDULES = {
     "reference": Every(4), "diffusers": Every(5, style="diffusers", full_after=17), "steps": [0, 3, 4, 11],
     "change": AccumulatedChange(0.2, first_enhance=2),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", SCHEDULES)
 def test_paradec_loop_and_pipeline_evaluate_the_same_steps(rule: str, dit: Any) -> None:
-    sampler = Forecast(when=RULES[rule], where="output")
+    sampler = Forecast(when=SCHEDULES[rule], where="output")
     with accelerate(dit, sampler) as session:
         latents = run_dit(dit, guidance_scale=1.0)
     steps = session.report().full_steps
@@ -454,15 +456,17 @@ def test_verification_evaluates_the_last_block_and_uses_the_forecast(flux: Any) 
     handle.remove()
 
 
-def test_bac(flux: Any, plain: dict[str, Tensor], tmp_path: Path) -> None:
+def test_schedules_of_bac_are_calibrated_saved_and_followed(
+    flux: Any, plain: dict[str, Tensor], tmp_path: Path
+) -> None:
     before = attributes(flux.transformer)
     schedule = calibrate_bac(flux, lambda: run_flux(flux), 5, bubbling=3)
     assert attributes(flux.transformer) == before and not {"step", "set_timesteps"} & set(vars(flux.scheduler))
     names = [place.name for place in find_places(flux.transformer, "module") if place.kind == "forecast"]
     assert [name for name, _ in schedule.modules] == names and schedule.steps == 16
-    alone = calibrate_bac(flux, lambda: run_flux(flux), 5, bubbling=0).as_dict()
-    assert {len(steps) for steps in alone.values()} == {5}
-    assert all(alone[name] <= steps for name, steps in schedule.as_dict().items())
+    without_bubbling = calibrate_bac(flux, lambda: run_flux(flux), 5, bubbling=0).as_dict()
+    assert {len(steps) for steps in without_bubbling.values()} == {5}
+    assert all(without_bubbling[name] <= steps for name, steps in schedule.as_dict().items())
     assert sum(len(steps) for steps in schedule.as_dict().values()) > 5 * len(names)
     schedule.save(tmp_path / "bac.json")
 
@@ -540,7 +544,7 @@ def test_bac_finds_the_best_schedule(metric: str, samples: int, runs: int) -> No
 
 
 def test_memory_is_limited_to_a_budget() -> None:
-    """A limit equal to the memory of two calls per step changes nothing. One byte less raises at the second call."""
+    """With two calls per step, a limit equal to their memory is enough. One byte less raises in the second call."""
     module, inputs = tiny_transformer("Wan")
     requested = Forecast(when=Every(3, 3), order=2)
     with accelerate(module, requested) as session:

@@ -99,8 +99,8 @@ def test_suppressed_tokens_and_ids_outside_the_vocabulary_are_not_drafted() -> N
     assert state.drafted.tolist() == [0]  # the id after the matching 0 is outside the vocabulary
 
 
-def test_the_longest_path_equals_a_walk() -> None:
-    """Compare `find_longest_path` on random drafts and draws with a walk from the root along every branch."""
+def test_find_longest_path_equals_a_plain_loop() -> None:
+    """Compare it on random drafts and sampled tokens with a walk from the root along every branch."""
     generator, tree, width = torch.Generator().manual_seed(0), make_pool_layout(5, 3, 2), 5
     drafts = torch.randint(-1, 3, (300, 11), generator=generator)
     tokens = torch.randint(0, 3, (300, 11), generator=generator)

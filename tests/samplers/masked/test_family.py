@@ -1,4 +1,4 @@
-"""The masked family against a plain loop: declared needs, and logits of undecided positions only."""
+"""Masked samplers: equality with the plain loop in the docstring of `loop.py`, declared needs, and saved logits."""
 
 import random
 import re
@@ -22,7 +22,7 @@ from paradec.samplers.masked.loop import MaskedSampler, Stage, View
 from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.view import Needs
 
-(TEXTBOOK,) = re.findall(r"```python\n(.*?)```", loop.__doc__ or "", re.DOTALL)
+(PLAIN_LOOP,) = re.findall(r"```python\n(.*?)```", loop.__doc__ or "", re.DOTALL)
 SETTINGS: list[dict[str, Any]] = [
     {"threshold": 0.9, "block_length": 4},
     {"threshold": 0.2, "block_length": 32},
@@ -34,17 +34,17 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def test_the_textbook_fits_a_page() -> None:
-    assert len(TEXTBOOK.splitlines()) <= 60
+def test_the_plain_loop_has_at_most_60_lines() -> None:
+    assert len(PLAIN_LOOP.splitlines()) <= 60
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", [None, "prefix", "dual"])
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_samplers_equal_the_textbook_loop(settings: dict[str, Any], shift: int, cache: str | None) -> None:
+def test_samplers_equal_the_plain_loop(settings: dict[str, Any], shift: int, cache: str | None) -> None:
     draw, names = random.Random(str(settings)), dict[str, Any]()
-    exec(TEXTBOOK, names)
+    exec(PLAIN_LOOP, names)
     ends, length = settings.get("end_ids", (END,)), settings["block_length"]
     model = tiny(1, prediction="shifted" if shift else "same", seed=length, ends=ends)
     rows = [[draw.randrange(MASK) for _ in range(draw.randint(1, 9))] for _ in range(5)]
@@ -83,8 +83,8 @@ def start(name: str = "low_confidence", prompts: Any = PROMPTS, **request: Any) 
 
 
 @dataclass(frozen=True)
-class Fusing(MaskedSampler):
-    name = "fusing"
+class DoublesLogits(MaskedSampler):
+    name = "doubles_logits"
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
         return logits * 2, {}
@@ -99,17 +99,17 @@ class Mixin:
 
 
 def test_needs_follow_from_what_a_class_overrides() -> None:
-    assert MaskedSampler.needs == Needs() and Fusing.needs == Needs(processes_logits=True)
-    assert type("Mixed", (Mixin, Fusing), {}).needs == Needs(processes_logits=True, previews=True)
-    ranked = type("Ranked", (Fusing,), {"needs": Needs(score="margin")})
+    assert MaskedSampler.needs == Needs() and DoublesLogits.needs == Needs(processes_logits=True)
+    assert type("Mixed", (Mixin, DoublesLogits), {}).needs == Needs(processes_logits=True, previews=True)
+    ranked = type("Ranked", (DoublesLogits,), {"needs": Needs(score="margin")})
     assert ranked.needs == type("Heir", (ranked,), {}).needs == Needs(score="margin", processes_logits=True)
     with pytest.raises(TypeError, match="of sampler class Wrong must be a paradec.samplers.masked.Needs"):
-        type("Wrong", (Fusing,), {"needs": {"score": "margin"}})
+        type("Wrong", (DoublesLogits,), {"needs": {"score": "margin"}})
     with pytest.raises(TypeError, match="scores"):
         Needs(scores="margin")  # type: ignore[call-arg]
 
 
-def test_a_shadow_that_is_not_finite_is_seen() -> None:
+def test_nan_logits_of_winos_shadow_positions_raise_an_error() -> None:
     sampler, state = start("wino", cache="none")
     queries = sampler.query(state)
     outputs = [MODEL(query) for query in queries]

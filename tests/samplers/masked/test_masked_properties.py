@@ -1,4 +1,4 @@
-"""Invariants of every masked sampler with every cache, in float64."""
+"""Properties of every masked sampler, without a cache and with some cache, in float64."""
 
 import random
 from typing import Any
@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dream64": {"prediction": "shifted", "topology": "bidirectional"},
     "blocks64": {"prediction": "same", "topology": "block_causal", "block_length": 4},
 }
-"""The last one is for samplers that support neither of the first two."""
+"""Fixture -> facts of the model. "blocks64" is for samplers that do not support bidirectional models."""
 CACHES_FOR = {
     topology: [name for name in caches.names()[1:] if topology in caches.get(name).facts.topologies]
     for topology in ("bidirectional", "block_causal")
@@ -32,7 +32,7 @@ CACHES_FOR = {
 
 
 def pairs() -> list[tuple[str, str, str]]:
-    """(sampler, cache, model): every sampler on both bidirectional models without a cache, and with one cache."""
+    """Return (sampler, cache, model): each sampler on both bidirectional models without a cache, and with one cache."""
     bidirectional = list(MODELS)[:2]
     triples = [(name, "none", model) for model in bidirectional for name in MASKED if works(name, "none", model)]
     triples += [(name, "none", "blocks64") for name in MASKED if topology_of(name) == "block_causal"]
@@ -65,7 +65,9 @@ NEW = 8
 
 
 def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict]]:
-    """(prompts, request) cases: greedy, drawn, and pipelined if supported. Prompts of a case are distinct."""
+    """Return (prompts, request) of a greedy, a sampled and, if supported, a pipelined case.
+
+    The prompts of a case are distinct."""
     draw = random.Random(f"{name} {cache} {model}")
     requests = []
     guided_temperature = draw.choice((0.0, 0.8))
@@ -120,8 +122,8 @@ def assert_same_proposal(a: Proposal, b: Proposal) -> None:
 
 
 def every_case() -> list[Any]:
-    """All cases. Without `-m full` a pair has either its greedy or its drawn case, and with a cache also the
-    pipelined one."""
+    """Return all cases as parameters. Those marked `full` leave, per pair, the greedy or the sampled case, and with a
+    cache also the pipelined case."""
     parameters = []
     for name, cache, model in COMBINATIONS:
         turn = (MASKED.index(name) + (model == "dream64")) % 2 if cache == "none" else MASKED.index(name) // 4 % 2
@@ -137,8 +139,8 @@ def every_case() -> list[Any]:
 def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
     name: str, cache: str, model_name: str, case: int, request: pytest.FixtureRequest
 ) -> None:
-    """`step` has no side effects. A commit writes only undecided positions (revising samplers: the open block). The
-    number of steps is bounded. A row's tokens, forwards and commits do not depend on the batch."""
+    """`step` has no side effects. A commit writes only undecided positions; samplers that revise write only to the open
+    block. The number of steps is bounded. A row's tokens, forwards and commits do not depend on the batch."""
     model: Model = request.getfixturevalue(model_name)
     rows, fields = cases(name, cache, model_name)[case]
     sampler = samplers.create(name)
@@ -154,7 +156,7 @@ def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
             max_forwards = max(counts) * sampler.max_steps(np.array([length]))[0]
         else:
             max_forwards = sampler.max_steps(np.array([length] * (NEW // length) + [NEW % length])).sum()
-    steps, forwarded = [], []
+    steps, evaluated_counts = [], []
     with torch.inference_mode():
         while not state.done:
             before, numbers = tensors_of(state), numbers_of(state)
@@ -164,7 +166,7 @@ def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
             assert numbers_of(state) == numbers
             running, start, end = state.running.copy(), state.block_start.copy(), state.block_end.copy()
             entries = sampler.commit(state, second).to_list()
-            written = torch.zeros_like(before["undecided"])
+            is_written = torch.zeros_like(before["undecided"])
             for row, position, token, _ in entries:
                 if sampler.needs.revises:
                     assert start[row] <= position < end[row] and not state.is_prompt[row, position] and running[row]
@@ -173,16 +175,16 @@ def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
                 else:
                     assert before["undecided"][row, position] and token != mask and running[row]
                 assert state.canvas[row, position] == token or state.facts.fill_token_id == state.canvas[row, position]
-                written[row, position] = True
-            outside = ~written & (state.canvas != before["canvas"])
+                is_written[row, position] = True
+            outside = ~is_written & (state.canvas != before["canvas"])
             # changes without a commit are padding after an end token
             assert (state.canvas[outside] == state.facts.fill_token_id).all()
             opened = state.undecided & ~before["undecided"]
-            assert not (opened & ~written if sampler.needs.revises else opened).any()
+            assert not (opened & ~is_written if sampler.needs.revises else opened).any()
             if not sampler.needs.may_wait and not sampler.needs.revises:
                 assert {row for row, *_ in entries} == set(np.flatnonzero(running).tolist())
             steps.append(entries)
-            forwarded.append(second.cost.forwarded)
+            evaluated_counts.append(second.cost.forwarded)
             assert len(steps) <= max_forwards
     assert not state.undecided.any()
     assert (state.nfe <= max_forwards).all()
@@ -198,7 +200,7 @@ def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
         ours = [[entry[1:3] for entry in entries if entry[0] == index] for entries in steps]
         theirs = [[entry[1:3] for entry in step.commits] for step in alone.trace.steps]
         assert ours[: len(theirs)] == theirs and not any(ours[len(theirs) :])
-        assert sum(counts[index] for counts in forwarded) == alone.forwarded_tokens
+        assert sum(counts[index] for counts in evaluated_counts) == alone.forwarded_tokens
         replayed = alone.trace.replay()[0]
         end = int(states[-1].end[0])  # padding after the end is not in the commits
         assert replayed[:end] == alone.sequences[0, :end].tolist()
@@ -208,7 +210,7 @@ def test_steps_have_no_side_effects_and_rows_do_not_depend_on_the_batch(
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in MASKED if "temperature" not in samplers.get(name).unsupported])
-def test_seeds_and_copies(name: str, llada64: Model, blocks64: Model) -> None:
+def test_seeds_determine_tokens_and_rows_of_one_prompt_differ(name: str, llada64: Model, blocks64: Model) -> None:
     arguments = {"sampler": name, "max_new_tokens": NEW, "temperature": 4.0, "eos_early_stop": False}
     model = llada64 if fits(name, llada64) else blocks64
     alone = paradec.generate(model, [1, 2, 3], seed=5, **arguments)
@@ -219,11 +221,11 @@ def test_seeds_and_copies(name: str, llada64: Model, blocks64: Model) -> None:
     assert any(not torch.equal(first, copy) for copy in others[4:])
 
 
-UNBOUNDED = {"klass", "persistence"}
+MAY_LAG = {"klass", "persistence"}
 """Samplers that may commit fewer positions than scheduled: `klass` commits only stable positions, `persistence` delays
 uncertain end tokens."""
-AHEAD = UNBOUNDED | {"ccd", "ccd_agree"}
-"""Samplers that may commit more positions than the schedule grants."""
+MAY_DEVIATE = MAY_LAG | {"ccd", "ccd_agree"}
+"""Samplers that may commit fewer or more positions than scheduled."""
 
 
 @pytest.mark.thinned
@@ -232,9 +234,9 @@ AHEAD = UNBOUNDED | {"ccd", "ccd_agree"}
 def test_steps_bound_the_forwards(name: str, steps: int, model: Model) -> None:
     request = {"max_new_tokens": NEW, "block_length": NEW // 2, "eos_early_stop": False, "seed": 1}
     out = paradec.generate(model, [1, 2, 3], sampler=name, steps=steps, **request)
-    if name not in UNBOUNDED:
+    if name not in MAY_LAG:
         assert out.nfe <= steps
-    if not samplers.get(name).needs.may_wait and name not in AHEAD:
+    if not samplers.get(name).needs.may_wait and name not in MAY_DEVIATE:
         assert out.nfe == steps
 
 
@@ -248,7 +250,7 @@ def test_guidance_costs_two_row_forwards_and_one_nfe(llada64: Model) -> None:
 
 
 def test_guidance_formula(llada64: Model) -> None:
-    """uncond + s (cond - uncond), uncond being the same canvas with the prompt masked."""
+    """Guided logits are uncond + scale * (cond - uncond), where uncond is from a canvas with a masked prompt."""
     sampler = samplers.create("threshold")
     state = sampler.start(llada64, [1, 2, 3], max_new_tokens=4, block_length=4, guidance_scale=1.7)
     canvas = state.canvas.clone()

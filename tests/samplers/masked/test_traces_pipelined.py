@@ -1,17 +1,17 @@
-"""Traces of public codes with several open blocks, replayed in float64: d3LLM with and without cache, D2F, and LoPA.
+"""Recorded runs of public code with several open blocks, replayed in float64: d3LLM, D2F and LoPA.
 
-Every forward evaluates and commits the same positions as the reference's; `rng="reference"` keeps the mask's
-probability, as these codes do. Differences, which the tests imitate:
-- d3LLM for LLaDA also commits the most confident position of all open blocks (`MostConfidentOfAll`). A plain loop with
-  this quirk gives the reference's calls, and without it ours.
-- d3LLM's early stop fills the row after a decided end token (`fill_after_end`); ours opens no block there.
-- d3LLM's cached calls for Dream read the first position's logits from the wrong column (`read_own_column`). Some calls
-  attend to a region twice ("duplicated_keys"); these cases are left out.
-- D2F's blocks see only earlier blocks, counted from the prompt's end (`block_align="prompt"`): cache="block" is exact.
-  For Dream it reuses the logits of the last stored position; ours evaluates that position again.
-- LoPA evaluates a round's branches one by one; here they are one call. With full attention its calls see only the
-  opened blocks, with stored keys and values (`OpenedBlocks`). "forcebase" evaluates branches and never selects one
-  (`ForcedBase`). Without branches, the reference evaluates the row twice.
+Every forward evaluates and commits the same positions as the reference's. `rng="reference"` includes the mask token in
+the softmax, as the references do. The references differ from paradec in these points, which the tests imitate:
+- d3LLM for LLaDA also commits the most confident position of all open blocks (`MostConfidentOfAll`). A plain loop gives
+  the reference's calls with this quirk, and paradec's calls without it.
+- d3LLM's early stop fills the row after a decided end token (`fill_after_end`). paradec opens no block there.
+- d3LLM's cached calls for Dream read the first position's logits from the wrong position (`read_own_column`). Cases in
+  which it attends to some positions twice ("duplicated_keys") are refused.
+- D2F's attention is block-causal, with blocks that start at the prompt's end (`block_align="prompt"`), so that
+  cache="block" is exact. For Dream it reuses the logits of the last stored position; paradec evaluates it again.
+- LoPA evaluates the branches of a round one by one, paradec in one call. With full attention, LoPA's calls contain only
+  the opened blocks, with stored keys and values (`OpenedBlocks`). Its "forcebase" evaluates branches but never selects
+  them (`ForcedBase`). Without branches, LoPA evaluates the row twice.
 """
 
 import itertools
@@ -68,7 +68,7 @@ def blocks_of(trace: dict, forced: str = "first") -> Any:
 
 
 def d2f_model(trace: dict, inner: Model) -> Model:
-    """The same module, with D2F's attention."""
+    """Wrap the module of `inner` with D2F's attention."""
     blocks = {"topology": "block_causal", "block_length": trace["settings"]["block_size"], "block_align": "prompt"}
     return paradec.wrap(inner.module, **facts_of(trace, inner), **blocks)
 
@@ -100,7 +100,7 @@ def has_plain_loop(settings: dict) -> bool:
     return "block_add_threshold" in settings and not (settings.get("early_stop") or "cache_delay_iter" in settings)
 
 
-LOOPED = [name for name in D3LLM if has_plain_loop(trace_head(name)["settings"])]
+WITH_PLAIN_LOOP = [name for name in D3LLM if has_plain_loop(trace_head(name)["settings"])]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class MostConfidentOfAll(EntropyThreshold):
 
 
 def read_own_column(query: WindowQuery) -> WindowQuery:
-    """Change a call of a shifted model so that its first position reads the logits of its own column."""
+    """Change a call of a shifted model so that its first position uses its own logits instead of those left of it."""
     return query.with_fields(window=query.window.with_fields(available=None))
 
 
@@ -170,7 +170,7 @@ def cache_of(trace: dict, llada: bool) -> Any:
 
 
 def calls_of(out: Any) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Number of evaluated positions and (position, token) commits of each of our calls."""
+    """Return for each of paradec's calls the number of evaluated positions and the (position, token) commits."""
     return [(step.forwarded[0], sorted(entry[1:3] for entry in step.commits)) for step in out.trace.steps]
 
 
@@ -244,21 +244,23 @@ def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
 def pipelined_loop(
     model: Model, case: dict, settings: dict, most_confident_of_all: bool
 ) -> list[list[tuple[int, int]]]:
-    """d3LLM's decoding of one row without a cache: the (position, token) pairs that each call commits."""
+    """Decode one row like d3LLM without a cache; return the (position, token) pairs that each call commits."""
     (prompt,), mask = case["prompt_ids"], model.facts.mask_id
     size, new = settings["block_size"], settings["gen_length"]
     ids = [*prompt, *[mask] * new]
     blocks = [range(at, at + size) for at in range(len(prompt), len(ids), size)]
-    opened, calls = 1, []
+    num_open, calls = 1, []
 
-    def share(block: range) -> float:
+    def decided_share(block: range) -> float:
         return sum(ids[i] != mask for i in block) / size
 
     while mask in ids:
-        active = [b == 0 or share(blocks[b - 1]) >= settings["decoded_token_threshold"] for b in range(opened)]
-        if opened < len(blocks) and share(blocks[opened - 1]) >= settings["block_add_threshold"] and calls:
-            active.append(share(blocks[opened - 1]) >= settings["decoded_token_threshold"])
-            opened += 1
+        full = settings["decoded_token_threshold"]
+        is_active = [b == 0 or decided_share(blocks[b - 1]) >= full for b in range(num_open)]
+        last_share = decided_share(blocks[num_open - 1])
+        if num_open < len(blocks) and last_share >= settings["block_add_threshold"] and calls:
+            is_active.append(last_share >= full)
+            num_open += 1
         with torch.no_grad():
             logits = model.module(input_ids=torch.tensor([ids]), attention_mask=EVERYTHING, use_cache=False).logits[0]
         if model.facts.shift:
@@ -266,11 +268,11 @@ def pipelined_loop(
         p = logits.softmax(-1)
         entropy = (-p * (p + 1e-12).log()).sum(-1).tolist()
         logits[:, mask] = -torch.inf
-        masks = [i for block in blocks[:opened] for i in block if ids[i] == mask]
+        masks = [i for block in blocks[:num_open] for i in block if ids[i] == mask]
         chosen = {i for i in masks if entropy[i] <= settings["threshold"]}
         if most_confident_of_all:
             chosen.add(min(masks, key=lambda i: entropy[i]))
-        first = next(b for b in range(opened) if active[b] and share(blocks[b]) < 1)
+        first = next(b for b in range(num_open) if is_active[b] and decided_share(blocks[b]) < 1)
         first_masks = [i for i in blocks[first] if ids[i] == mask]
         if not chosen & set(first_masks):
             chosen.add(min(first_masks, key=lambda i: entropy[i]))
@@ -284,11 +286,13 @@ EVERYTHING = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
-    "names", [LOOPED[1:2] or LOOPED, pytest.param(LOOPED, marks=pytest.mark.full)], ids=["one", "all"]
+    "names",
+    [WITH_PLAIN_LOOP[1:2] or WITH_PLAIN_LOOP, pytest.param(WITH_PLAIN_LOOP, marks=pytest.mark.full)],
+    ids=["one", "all"],
 )
-def test_one_quirk_is_all_that_differs(names: list[str]) -> None:
-    """The plain loop equals the reference with the quirk of its code for LLaDA, and ours without it."""
-    differs = 0
+def test_paradec_and_d3llm_differ_only_by_one_quirk(names: list[str]) -> None:
+    """The plain loop equals the reference with the quirk of its code for LLaDA, and paradec without the quirk."""
+    num_different = 0
     for name in names:
         trace = load_trace(name)
         settings, model = trace["settings"], model_of(trace)
@@ -302,8 +306,8 @@ def test_one_quirk_is_all_that_differs(names: list[str]) -> None:
             rule = samplers.create("entropy_threshold", threshold=settings["threshold"])
             out, _ = decode(model, case, sampler=rule, blocks=blocks_of(trace))
             assert [commits for _, commits in calls_of(out)] == without_quirk
-            differs += without_quirk != theirs
-    assert differs
+            num_different += without_quirk != theirs
+    assert num_different
 
 
 NAMES = trace_names("lopa")
@@ -318,16 +322,16 @@ class Round:
     end: int
     """End of the opened blocks."""
     stored: int
-    """Number of positions after the cached ones that the selected branch stores."""
-    taken: int
+    """Number of positions after the cached positions whose keys and values the selected branch stores."""
+    selected: int
     """Selected branch: 0 is the row itself, j the branch with the j-th most confident token."""
 
 
 def branches_of(steps: list[dict]) -> list[dict]:
-    """The forwards of a round; the row itself comes last, once."""
+    """Return the forwards of a round without a repeated forward of the row itself, which comes last."""
     assert steps[-1]["base"]
-    twice = len(steps) > 1 and steps[-2]["base"]
-    return steps[:-2] + steps[-1:] if twice else steps
+    is_repeated = len(steps) > 1 and steps[-2]["base"]
+    return steps[:-2] + steps[-1:] if is_repeated else steps
 
 
 def rounds_of(case: dict, force_base: bool) -> list[Round]:
@@ -336,29 +340,30 @@ def rounds_of(case: dict, force_base: bool) -> list[Round]:
         steps = branches_of(list(group))
         assert len({(step["cached"], *step["fed"][0]) for step in steps}) == 1
         best = max(range(len(steps)), key=lambda at: (steps[at]["score"], -at))
-        taken = 0 if force_base else (best + 1) % len(steps)
+        selected = 0 if force_base else (best + 1) % len(steps)
         ((begin, end),) = steps[0]["fed"]
         assert begin == steps[0]["cached"]
-        rounds.append(Round(begin, end, steps[0]["store"], taken))
+        rounds.append(Round(begin, end, steps[0]["store"], selected))
     return rounds
 
 
 class OpenedBlocks(nn.Module):
-    """A bidirectional model that sees only the opened blocks, with stored keys and values of cached positions and the
-    stored logits of the last one."""
+    """A bidirectional model that evaluates only the opened blocks.
+
+    It stores keys and values of cached positions, and the logits of the last cached position."""
 
     def __init__(self, inner: nn.Module, rounds: list[Round]):
         super().__init__()
-        self.inner, self.rounds, self.called = inner, rounds, 0
+        self.inner, self.rounds, self.num_calls = inner, rounds, 0
         self.config = SimpleNamespace(vocab_size=inner.config.vocab_size)
-        self.kept: list[tuple[Tensor, Tensor]] = []
-        self.last: Tensor | None = None
+        self.stored_layers: list[tuple[Tensor, Tensor]] = []
+        self.last_logits: Tensor | None = None
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        current, rows = self.rounds[self.called], len(input_ids)
-        self.called += 1
+        current, rows = self.rounds[self.num_calls], len(input_ids)
+        self.num_calls += 1
         cache = DynamicCache()
-        for layer, pair in enumerate(self.kept):
+        for layer, pair in enumerate(self.stored_layers):
             cache.update(*(part.expand(rows, -1, -1, -1) for part in pair), layer)
         evaluated_logits = self.inner(
             input_ids=input_ids[:, current.cached : current.end],
@@ -369,12 +374,14 @@ class OpenedBlocks(nn.Module):
         ).logits
         logits = evaluated_logits.new_zeros(*input_ids.shape, evaluated_logits.shape[-1])
         logits[:, current.cached : current.end] = evaluated_logits
-        if self.last is not None:
-            logits[:, current.cached - 1] = self.last
+        if self.last_logits is not None:
+            logits[:, current.cached - 1] = self.last_logits
         if current.stored:
-            end, branch = current.cached + current.stored, slice(current.taken, current.taken + 1)
-            self.kept = [(layer.keys[branch, :, :end], layer.values[branch, :, :end]) for layer in cache.layers]
-            self.last = logits[current.taken, end - 1].clone()
+            end, branch = current.cached + current.stored, slice(current.selected, current.selected + 1)
+            self.stored_layers = [
+                (layer.keys[branch, :, :end], layer.values[branch, :, :end]) for layer in cache.layers
+            ]
+            self.last_logits = logits[current.selected, end - 1].clone()
         return logits
 
 
@@ -392,7 +399,7 @@ class ForcedBase(LoPA):
 
 @dataclass(frozen=True)
 class WithMask(D2FRule):
-    """D2F's rule, with the mask's probability in the softmax."""
+    """D2F's rule, with the mask token in the softmax."""
 
     def weighs_mask(self, state: MaskedState) -> bool:
         return True

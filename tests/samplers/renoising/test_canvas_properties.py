@@ -1,4 +1,4 @@
-"""Properties of every canvas rule, with and without constraints."""
+"""Properties of the samplers that renoise a canvas, with every rule, with and without constraints."""
 
 import copy
 import math
@@ -32,11 +32,11 @@ ENDS = (11, 12, 13)
 SHORT = {"max_denoising_steps": 8, "confidence_threshold": 0.5}
 GENERATOR = torch.Generator().manual_seed(0)
 ROWS = [torch.randint(14, GEMMA_VOCAB, (size,), generator=GENERATOR).tolist() for size in (9, 1, 23, 5)]
-HOLED = [[20, 21, -1, -1, 24, *range(25, 45), -1, 46], [30, -1, 32]]
+PROMPTS_WITH_HOLES = [[20, 21, -1, -1, 24, *range(25, 45), -1, 46], [30, -1, 32]]
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
-RULES = [name for name in MASKED if rules.why_unsupported(samplers.create(name)) is None]
-"""Every registered rule for canvases."""
-METHODS = ["diffusion_gemma", *RULES, "low_confidence+threshold"]
+CANVAS_RULES = [name for name in MASKED if rules.why_unsupported(samplers.create(name)) is None]
+"""Every masked sampler that can be the rule of a canvas."""
+METHODS = ["diffusion_gemma", *CANVAS_RULES, "low_confidence+threshold"]
 
 
 def create_sampler(name: str, **more: Any) -> Any:
@@ -49,9 +49,9 @@ def create_model(dtype: torch.dtype = torch.float64, ends: tuple[int, ...] = END
     return paradec.wrap(tiny_gemma(dtype=dtype), eos_token_id=ends)
 
 
-def test_the_rules_for_canvases_are_listed() -> None:
-    assert {"threshold", "entropy_threshold", "entropy_bound", "low_confidence", "random", "factor"} <= {*RULES}
-    for name in {*MASKED} - {*RULES}:
+def test_samplers_that_cannot_be_canvas_rules_are_refused() -> None:
+    assert {"threshold", "entropy_threshold", "entropy_bound", "low_confidence", "random", "factor"} <= {*CANVAS_RULES}
+    for name in {*MASKED} - {*CANVAS_RULES}:
         message = f"sampler '{name}' cannot be the rule of sampler 'canvas' on a canvas: .+"
         with pytest.raises(ValueError, match=message):
             samplers.create("canvas", rule=name)
@@ -60,8 +60,10 @@ def test_the_rules_for_canvases_are_listed() -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("name", "rows"), [*((name, ROWS) for name in METHODS), (METHODS[0], [ROWS[1], *HOLED])])
-def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, ROWS) for name in METHODS), (METHODS[0], [ROWS[1], *PROMPTS_WITH_HOLES])]
+)
+def test_rows_do_not_depend_on_the_batch(name: str, rows: list[list[int]]) -> None:
     wrapped, method = create_model(), create_sampler(name)
     request = {"sampler": method, "seed": [1, 2, 3, 4][: len(rows)], "max_new_tokens": 40}
     out = paradec.generate(wrapped, rows, **request)
@@ -76,10 +78,10 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str, rows: list[list[int]
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str) -> None:
     wrapped, method = create_model(), create_sampler(name)
-    state = method.start(wrapped, HOLED, seed=3, max_new_tokens=20, trace=True)
-    is_given, before = state.is_prompt.clone(), state.canvas.clone()
+    state = method.start(wrapped, PROMPTS_WITH_HOLES, seed=3, max_new_tokens=20, trace=True)
+    is_prompt, before = state.is_prompt.clone(), state.canvas.clone()
     steps, column = np.zeros(state.batch, int), torch.arange(state.canvas.shape[1])
-    total = int((~is_given & (column < torch.as_tensor(state.length).unsqueeze(1))).sum())
+    total = int((~is_prompt & (column < torch.as_tensor(state.length).unsqueeze(1))).sum())
     while not state.done:
         start, final = state.block_start.copy(), ~state.undecided
         assert state.progress[0] < state.progress[1] == total
@@ -91,22 +93,22 @@ def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str)
         commit = method.commit(state, proposal)
         state.trace.steps.append(TraceStep(commit.to_list(), proposal.cost.forwarded.tolist(), commit.kind))
         assert torch.equal(state.canvas[final], before[final])
-        assert torch.equal(state.canvas[is_given], before[is_given])
+        assert torch.equal(state.canvas[is_prompt], before[is_prompt])
         assert not (commit.selected & ~proposal.available).any()
         steps[proposal.rows] += 1
         for index, row in enumerate(proposal.rows):
-            closed = bool(commit.selected[index].any())
-            assert closed == bool((commit.selected[index] == proposal.available[index]).all())
-            assert closed == (state.block_start[row] != start[row] or not state.running[row])
+            is_finished = bool(commit.selected[index].any())
+            assert is_finished == bool((commit.selected[index] == proposal.available[index]).all())
+            assert is_finished == (state.block_start[row] != start[row] or not state.running[row])
             place = slice(start[row], start[row] + CANVAS)
             if state.end[row] >= start[row] + CANVAS:
                 assert torch.equal(state.canvas[row, place], proposal.values[index])
             assert steps[row] <= 8
-            steps[row] = 0 if closed else steps[row]
+            steps[row] = 0 if is_finished else steps[row]
         with pytest.raises(ValueError, match="made from an earlier state"):
             method.commit(state, proposal)
         before = state.canvas.clone()
-    assert state.progress[0] == state.progress[1]  # of rows that ended early too
+    assert state.progress[0] == state.progress[1]  # also if rows ended early
     replayed = state.trace.replay()
     for row in range(state.batch):
         end = int(state.end[row])
@@ -114,8 +116,8 @@ def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str)
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", RULES)
-def test_a_masked_sampler_named_for_such_a_model_is_its_rule(name: str) -> None:
+@pytest.mark.parametrize("name", CANVAS_RULES)
+def test_the_name_of_a_masked_sampler_selects_it_as_canvas_rule(name: str) -> None:
     wrapped = create_model()
     request = {"seed": 5, "max_new_tokens": CANVAS, "steps": 4}
     by_name = paradec.generate(wrapped, ROWS[0], sampler=name, **request)
@@ -124,18 +126,18 @@ def test_a_masked_sampler_named_for_such_a_model_is_its_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 4 * SEGMENT, 4 * SEGMENT + 1, 6 * SEGMENT + 7])
-def test_draws_invert_the_distribution_function(vocab: int) -> None:
+def test_draw_inverts_the_distribution_function(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(50, vocab, generator=generator).double() * 3
     logits[:, ::3] = -torch.inf if vocab > 3 else 0
     uniform = torch.rand(50, generator=generator, dtype=torch.float64)
     uniform[0], uniform[1] = 2.0**-54, 1 - 2.0**-54
     sums = logits.softmax(-1).cumsum(-1).numpy()
-    drawn = [np.searchsorted(row, u * row[-1], side="right") for row, u in zip(sums, uniform.tolist())]
-    expected = np.minimum(drawn, vocab - 1).tolist()
+    indices = [np.searchsorted(row, u * row[-1], side="right") for row, u in zip(sums, uniform.tolist())]
+    expected = np.minimum(indices, vocab - 1).tolist()
     tokens = draw(logits.softmax(-1), uniform)
     assert tokens.tolist()[2:] == expected[2:]
-    assert (logits.gather(-1, tokens.unsqueeze(-1)) > -torch.inf).all()  # also at both ends
+    assert (logits.gather(-1, tokens.unsqueeze(-1)) > -torch.inf).all()  # also for uniform[0] and uniform[1]
     assert tokens[0] == (logits[0] > -torch.inf).int().argmax()
 
 
@@ -170,7 +172,7 @@ def test_waiting_makes_fewer_calls() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("new", [1, 5, CANVAS, CANVAS + 1])
-def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
+def test_shorter_answers_are_prefixes_of_longer_answers(new: int) -> None:
     wrapped, method = create_model(ends=()), create_sampler("diffusion_gemma")
     longer = paradec.generate(wrapped, ROWS, sampler=method, seed=4, max_new_tokens=2 * CANVAS).new_tokens
     out = paradec.generate(wrapped, ROWS, sampler=method, seed=4, max_new_tokens=new)
@@ -181,7 +183,7 @@ def test_an_answer_of_any_length_is_the_start_of_a_longer_one(new: int) -> None:
     assert torch.equal(full.new_tokens, out.new_tokens)
 
 
-def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_logits_in_pieces_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped, method = create_model(), create_sampler("diffusion_gemma")
     request = {"sampler": method, "seed": 6, "max_new_tokens": 40, "top_k": 20}
     expected = paradec.generate(wrapped, ROWS, **request)
@@ -189,18 +191,18 @@ def test_large_vocabularies_are_read_row_by_row(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(paradec.generate(wrapped, ROWS, **request).new_tokens, expected.new_tokens)
 
 
-def test_infill_keeps_what_was_given() -> None:
+def test_infill_keeps_prompt_tokens_and_fills_holes_without_end_tokens() -> None:
     ends = range(1, GEMMA_VOCAB, 2)  # every other token
     model, method = create_model(ends=tuple(ends)), create_sampler("diffusion_gemma")
-    out = paradec.infill(model, input_ids=HOLED, sampler=method, seed=0)
-    for row, prompt in enumerate(HOLED):
+    out = paradec.infill(model, input_ids=PROMPTS_WITH_HOLES, sampler=method, seed=0)
+    for row, prompt in enumerate(PROMPTS_WITH_HOLES):
         tokens = out.sequences[row, -len(prompt) :].tolist()
         assert [a for a, b in zip(tokens, prompt, strict=True) if b >= 0] == [b for b in prompt if b >= 0]
         assert not {*ends} & {a for a, b in zip(tokens, prompt, strict=True) if b < 0}  # holes have no end tokens
     assert out.tokens == [3, 1]
 
 
-def test_holes_in_text() -> None:
+def test_infill_of_holes_in_text() -> None:
     tokenizer = byte_level_tokenizer()
     wrapped = paradec.wrap(tiny_gemma(vocab=len(tokenizer)), tokenizer=tokenizer)
     out = paradec.infill(wrapped, "one <mask:2> three<mask>", sampler=create_sampler("diffusion_gemma"), seed=0)
@@ -212,7 +214,7 @@ def test_holes_in_text() -> None:
         paradec.infill(wrapped, "<mask> three")
 
 
-def test_a_prefix_is_exact() -> None:
+def test_reusing_a_kept_prefix_changes_no_token() -> None:
     wrapped, method = create_model(), create_sampler("diffusion_gemma")
     first = paradec.generate(wrapped, ROWS, sampler=method, seed=2, max_new_tokens=40, keep_prefix=True)
     assert first.prefix.exact
@@ -220,18 +222,20 @@ def test_a_prefix_is_exact() -> None:
         stored = [*prompt, *first.new_tokens[row].tolist()][: len(prompt) + CANVAS * (first.encoder_calls[row] - 1)]
         assert first.prefix.tokens[row] == stored
     assert max(first.encoder_calls) == 3
-    turn = [[*row, *answer[:20].tolist(), 30, 31] for row, answer in zip(ROWS, first.new_tokens, strict=True)]
+    prompts = [[*row, *answer[:20].tolist(), 30, 31] for row, answer in zip(ROWS, first.new_tokens, strict=True)]
     request = {"sampler": method, "seed": 8, "max_new_tokens": 20}
-    plain, reusing = (paradec.generate(wrapped, turn, prefix=prefix, **request) for prefix in (None, first.prefix))
+    plain, reusing = (paradec.generate(wrapped, prompts, prefix=prefix, **request) for prefix in (None, first.prefix))
     assert torch.equal(plain.new_tokens, reusing.new_tokens)
     assert any(reusing.cost.reused_tokens)
     assert plain.forwarded_tokens - reusing.forwarded_tokens == sum(reusing.cost.reused_tokens)
     with pytest.raises(ValueError, match="was kept with another model"):
-        paradec.generate(paradec.wrap(tiny_gemma(1)), turn, prefix=first.prefix, **request)
+        paradec.generate(paradec.wrap(tiny_gemma(1)), prompts, prefix=first.prefix, **request)
 
 
 @pytest.mark.parametrize("pad", [0, None])
-def test_a_prefix_of_rows_in_lock_step_ends_with_them(pad: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_kept_with_rng_reference_ends_where_its_rows_end(
+    pad: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, method = tiny_gemma(dtype=torch.float64), create_sampler("diffusion_gemma")
     monkeypatch.setattr(module.generation_config, "pad_token_id", pad)
     wrapped = paradec.wrap(module, eos_token_id=tuple(range(11, 20)))
@@ -240,8 +244,8 @@ def test_a_prefix_of_rows_in_lock_step_ends_with_them(pad: int | None, monkeypat
     ends = [[*prompt, *new[:count]] for prompt, new, count in zip(ROWS, first.new_tokens.tolist(), first.tokens)]
     assert first.encoder_calls == [2] * 4 and len({min(count, CANVAS) for count in first.tokens}) > 2
     assert first.prefix.tokens == [row[: len(prompt) + CANVAS] for row, prompt in zip(ends, ROWS)]
-    turn = [[*row, 30, 31] for row in ends]
-    plain, reusing = (paradec.generate(wrapped, turn, prefix=prefix, **request) for prefix in (None, first.prefix))
+    prompts = [[*row, 30, 31] for row in ends]
+    plain, reusing = (paradec.generate(wrapped, prompts, prefix=prefix, **request) for prefix in (None, first.prefix))
     assert torch.equal(plain.new_tokens, reusing.new_tokens)
     assert reusing.cost.reused_tokens == [*map(len, first.prefix.tokens)]
 
@@ -253,7 +257,7 @@ def test_stop_strings_end_a_row() -> None:
     ids = paradec.generate(wrapped, ROWS[0], **request).new_tokens[0].tolist()
     text = tokenizer.decode(ids[20:22])
     stop = next(n for n in range(1, 61) if text in tokenizer.decode(ids[:n]))
-    for new in (60, stop, stop - 1):  # the last canvas is decoded whole: the text may end in the part that is cut off
+    for new in (60, stop, stop - 1):  # with stop - 1 the stop string ends in the part of the canvas that is cut off
         ends: list[int] = []
         out = paradec.generate(
             wrapped, ROWS[0], stop_strings=text, callback=lambda state, _, ends=ends: ends.append(int(state.end[0])),
@@ -264,17 +268,17 @@ def test_stop_strings_end_a_row() -> None:
         assert out.new_tokens[0, : out.tokens[0]].tolist() == ids[: out.tokens[0]]
 
 
-def test_streamers_see_drafts_and_then_text() -> None:
+def test_streamers_get_drafts_and_final_text() -> None:
     streamer = Recorder()
     request = {"sampler": create_sampler("diffusion_gemma"), "seed": 0, "max_new_tokens": 20, "streamer": streamer}
     out = paradec.generate(create_model(ends=()), ROWS[0], **request)
     assert sum(streamer.pieces, []) == out.sequences[0].tolist() and streamer.ends == 1
     first = [draft for draft in streamer.drafts if len(draft) == CANVAS]
-    assert len(first) > 1 and first[0] != first[-1]  # it changes while it is open
+    assert len(first) > 1 and first[0] != first[-1]  # the drafts of the first canvas change
     assert {len(draft) for draft in streamer.drafts} <= {CANVAS, 20 - CANVAS}
 
 
-def test_a_callback_that_ends_the_decoding_leaves_the_draft() -> None:
+def test_if_a_callback_stops_decoding_the_output_has_the_draft() -> None:
     wrapped, states = create_model(ends=()), []
 
     def stop(state: Any, commit: Any) -> bool:
@@ -286,13 +290,13 @@ def test_a_callback_that_ends_the_decoding_leaves_the_draft() -> None:
     ((state, num_bytes),) = states
     length = len(ROWS[0]) + 2 * CANVAS
     assert num_bytes == canvas_store_bytes(wrapped.module.config.text_config, 1, length, torch.float64)
-    assert state.store.nbytes == 0  # it is given back
+    assert state.store.nbytes == 0  # the store is freed
     assert out.denoising_calls == [1] and out.tokens == [0] and out.text is None
     assert (out.new_tokens[0, :CANVAS] != wrapped.facts.fill_token_id).any()
 
 
 @pytest.mark.parametrize("rng", ["counter", "reference"])
-def test_steps_that_fail_change_nothing(rng: str) -> None:
+def test_failed_commits_do_not_change_the_state(rng: str) -> None:
     wrapped, method = create_model(), create_sampler("diffusion_gemma")
     state = method.start(wrapped, ROWS, seed=0, rng=rng, max_new_tokens=20)
     method.commit(state, method.step(wrapped, state))
@@ -330,7 +334,7 @@ def test_steps_that_fail_change_nothing(rng: str) -> None:
         },
     )
 )  # fmt: skip
-def test_any_request_works_or_gets_one_line(request_: dict[str, Any]) -> None:
+def test_any_request_is_decoded_or_refused_in_one_line(request_: dict[str, Any]) -> None:
     wrapped = create_model(torch.float32)
     try:
         out = paradec.generate(wrapped, ROWS[:2], **{"max_new_tokens": 9} | request_)
@@ -342,9 +346,9 @@ def test_any_request_works_or_gets_one_line(request_: dict[str, Any]) -> None:
         assert not banned & {*row[:size]}
 
 
-def test_log_probabilities_are_those_of_the_closing_step() -> None:
+def test_log_probabilities_come_from_the_last_step_of_a_canvas() -> None:
     wrapped, method = create_model(), create_sampler("diffusion_gemma")
-    state = method.start(wrapped, HOLED, seed=1, max_new_tokens=20, logprobs=3)
+    state = method.start(wrapped, PROMPTS_WITH_HOLES, seed=1, max_new_tokens=20, logprobs=3)
     expected: dict[tuple[int, int], list[float]] = {}
     while not state.done:
         proposal = method.step(wrapped, state)
@@ -363,20 +367,20 @@ def test_log_probabilities_are_those_of_the_closing_step() -> None:
     assert (~out.logprobs.chosen.isnan()).sum(1).tolist() == out.tokens
 
 
-def test_traces_show_drafts_and_what_became_final() -> None:
+def test_traces_contain_drafts_and_final_tokens() -> None:
     request = {"seed": 1, "max_new_tokens": 20, "trace": True, "logprobs": 1}
     out = paradec.generate(create_model(), ROWS[:2], sampler=create_sampler("diffusion_gemma"), **request)
-    again = Trace.from_json(out.trace.to_json())
-    assert again.steps == out.trace.steps and again.family == "renoising"
-    assert [len(row) for row in again.canvas] == [len(prompt) + 2 * CANVAS for prompt in ROWS[:2]]
+    loaded = Trace.from_json(out.trace.to_json())
+    assert loaded.steps == out.trace.steps and loaded.family == "renoising"
+    assert [len(row) for row in loaded.canvas] == [len(prompt) + 2 * CANVAS for prompt in ROWS[:2]]
     for row, prompt in enumerate(ROWS[:2]):
         answer = out.new_tokens[row, : out.tokens[row]].tolist()
-        assert again.replay()[row][: len(prompt) + len(answer)] == prompt + answer
-        assert again.to_fill(row)[0][0] == len(prompt)
-    assert sum(len(step.rejected) for step in again.steps) > 0
-    assert [step.blocks for step in again.steps][:1] == [[(9, 9 + CANVAS), (1, 1 + CANVAS)]]
-    assert all(len(step.logprobs or []) == len(step.commits) for step in again.steps)
-    assert [step.nfe for step in again.steps][0] == [2, 2]
+        assert loaded.replay()[row][: len(prompt) + len(answer)] == prompt + answer
+        assert loaded.to_fill(row)[0][0] == len(prompt)
+    assert sum(len(step.rejected) for step in loaded.steps) > 0
+    assert [step.blocks for step in loaded.steps][:1] == [[(9, 9 + CANVAS), (1, 1 + CANVAS)]]
+    assert all(len(step.logprobs or []) == len(step.commits) for step in loaded.steps)
+    assert [step.nfe for step in loaded.steps][0] == [2, 2]
     assert "<script" in out.trace.to_html()
 
 
@@ -398,7 +402,7 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = torch.tensor([[size + 1]])
     value = paradec.Regex(case["constraint"]["regex"])
     state = sampler.start(model, prompt, constraint=value, max_new_tokens=case["slots"])
-    automaton, at, tokens = automaton_of(case), 0, list[int]()
+    automaton, automaton_state, tokens = automaton_of(case), 0, list[int]()
     for number, (logits, expected) in enumerate(zip(case["logits"], case["expected"]["canvases"], strict=False)):
         start = 1 + number * width
         for step, (rows, recorded) in enumerate(zip(logits, expected["steps"], strict=False)):
@@ -420,15 +424,15 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert [[place, int(drawn[0, place])] for place in columns] == recorded["kept"]
             before = int(state.canvas_index[0])
             sampler.commit(state, proposal)
-            closed = state.done or int(state.canvas_index[0]) > before
-            assert closed == (step == len(expected["steps"]) - 1)
+            is_finished = state.done or int(state.canvas_index[0]) > before
+            assert is_finished == (step == len(expected["steps"]) - 1)
         text = state.canvas[0, start : start + width].tolist()
         text = text[: text.index(end) + 1] if end in text else text
         assert text == expected["tokens"][: len(text)]
         for token in expected["tokens"]:
-            at = automaton.step(at, token)
+            automaton_state = automaton.step(automaton_state, token)
         tokens += expected["tokens"]
-    assert state.done and tokens == case["expected"]["tokens"] and at >= 0
+    assert state.done and tokens == case["expected"]["tokens"] and automaton_state >= 0
 
 
 @pytest.fixture(scope="module")
@@ -451,11 +455,11 @@ QUICK = {("diffusion_gemma", "choice"), ("canvas", "schema")}
     ],
 )
 def test_every_answer_satisfies_the_constraint(name: str, kind: str, canvases: Model) -> None:
-    value, fits = KINDS[kind]
+    value, is_allowed = KINDS[kind]
     for seed, more in enumerate(({}, {"top_k": 2}, {"steps": 6}, {"top_p": 0.4}, {"max_new_tokens": 9})):
         request = {"sampler": name, "constraint": value, "seed": seed, "max_new_tokens": 12} | more
         out = paradec.generate(canvases, torch.tensor([[11, 12, 13], [14, 15, 16]]), **request)
-        assert all(fits(text) for text in out.text), (more, out.text)
+        assert all(is_allowed(text) for text in out.text), (more, out.text)
 
 
 def test_holes_with_constraints(canvases: Model) -> None:

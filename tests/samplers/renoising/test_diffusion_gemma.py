@@ -1,4 +1,4 @@
-"""DiffusionGemma's sampler against `generate` of transformers, and against a plain loop."""
+"""DiffusionGemma's sampler gives the tokens of transformers' `generate`, and those of a plain loop."""
 
 import functools
 from pathlib import Path
@@ -21,13 +21,14 @@ RECORDED = [
     for number, case in enumerate(read_json_unrecorded(path).get("cases", []))
     if case.get("asked", {}).get("method") == "diffusion_gemma"
 ]
-"""Recorded answers of `generate` of transformers."""
+"""Recorded answers of transformers' `generate`: (file, index of the case)."""
 SHORT = {"max_denoising_steps": 12, "confidence_threshold": 0.35}
 ENDS = [11, 12, 13]
 
 
 def prompts(case: str, seed: int, length: int = 9) -> tuple[Tensor, Tensor]:
-    """Ids [B, length] and padding mask: one row, three rows, or three rows of which two are padded on the left."""
+    """Return ids [rows, length] and padding mask. case: "one" row, three "equal" rows, or three rows, two of them
+    "padded" on the left."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(14, GEMMA_VOCAB, (1 if case == "one" else 3, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -39,14 +40,14 @@ def prompts(case: str, seed: int, length: int = 9) -> tuple[Tensor, Tensor]:
 def decode_with_both(
     module: Any, case: str, seed: int, ends: list[int] | None, stop: bool, new: int = 48, pad: int | None = GEMMA_PAD
 ):
-    """Return transformers' new tokens and its tokens per forward, and our output."""
+    """Return transformers' new tokens and its tokens per forward, and paradec's output."""
     ids, mask = prompts(case, seed)
-    stated = {"eos_token_id": ends, "pad_token_id": pad, "stability_threshold": 1 if stop else None}
+    options = {"eos_token_id": ends, "pad_token_id": pad, "stability_threshold": 1 if stop else None}
     before = module.generation_config.pad_token_id
     module.generation_config.pad_token_id = pad
     try:
         torch.manual_seed(seed)
-        theirs = module.generate(ids, attention_mask=mask, max_new_tokens=new, **SHORT, **stated)
+        theirs = module.generate(ids, attention_mask=mask, max_new_tokens=new, **SHORT, **options)
         model = paradec.wrap(module, eos_token_id=ends or [])
     finally:
         module.generation_config.pad_token_id = before
@@ -58,7 +59,7 @@ def decode_with_both(
 
 
 @functools.cache
-def loaded(folder: Path) -> Model:
+def load_model(folder: Path) -> Model:
     return paradec.load(folder)
 
 
@@ -67,7 +68,7 @@ def test_recorded_answers(path: Path, number: int) -> None:
     case = read_json(path)["cases"][number]
     recorded_request = case["asked"]
     with replay(case["name"]):
-        model = loaded(find_checkpoint(recorded_request["checkpoint"], "gemma"))
+        model = load_model(find_checkpoint(recorded_request["checkpoint"], "gemma"))
         sampler = samplers.create(recorded_request["method"], **recorded_request["settings"])
         request = {"max_new_tokens": recorded_request["max_new_tokens"], "seed": recorded_request["seed"]}
         if recorded_request["draws"] != "torch":
@@ -79,27 +80,27 @@ def test_recorded_answers(path: Path, number: int) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize(
     ("seeds", "case", "stop", "ends"),
-    [  # by default each pair of values once
-        pytest.param(seeds, case, stop, ends, marks=[pytest.mark.full] if seeds == 8 or (at + stop + given) % 2 else [])
+    [  # without `full`, each pair of values occurs once
+        pytest.param(seeds, case, stop, ends, marks=[pytest.mark.full] if seeds == 8 or (i + stop + j) % 2 else [])
         for seeds in (3, 8)
-        for at, case in enumerate(["one", "equal", "padded"])
+        for i, case in enumerate(["one", "equal", "padded"])
         for stop in (True, False)
-        for given, ends in enumerate([None, ENDS])
+        for j, ends in enumerate([None, ENDS])
     ],
 )
 def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: list[int] | None) -> None:
     early = finished = 0
     for seed in range(seeds):
         answer, per_call, out = decode_with_both(tiny_gemma(), case, seed, ends, stop)
-        width = answer.shape[1]  # a batch that has ended stops earlier
+        width = answer.shape[1]  # transformers stops once all rows have ended
         assert torch.equal(out.new_tokens[:, :width], answer), seed
         assert (out.new_tokens[:, width:] == GEMMA_PAD).all()
         counted = (out.new_tokens != GEMMA_PAD).sum(1) / torch.tensor(out.denoising_calls)
         assert torch.equal(counted, per_call)
         early += any(calls % 12 for calls in out.denoising_calls)
         finished += sum(out.finished)
-    if seeds == 8:  # with 3, perhaps no canvas settles or ends
-        assert ends is not None or (early > 0) == stop  # an end may come before a canvas settles
+    if seeds == 8:  # 3 seeds may be too few for an early stop or an end token
+        assert ends is not None or (early > 0) == stop  # with end tokens, rows may end before the early stop
         assert (finished > 0) == (ends is not None)
 
 
@@ -112,20 +113,20 @@ def test_equals_transformers_generate_in_other_dtypes(dtype: torch.dtype) -> Non
             assert torch.equal(out.new_tokens, answer)
 
 
-def test_equals_transformers_generate_without_an_id_to_pad_with() -> None:
+def test_equals_transformers_generate_without_a_padding_token() -> None:
     """transformers continues after a row's end; paradec cuts this part off."""
     module, finished = tiny_gemma(), 0
     for seed in range(4):
         answer, _, out = decode_with_both(module, "equal", seed, ENDS, True, pad=None)
-        for row, (mine, whole) in enumerate(zip(out.new_tokens.tolist(), answer.tolist(), strict=True)):
-            stop = next((i + 1 for i, token in enumerate(whole) if token in ENDS), len(whole))
-            assert mine[:stop] == whole[:stop]
+        for row, (ours, theirs) in enumerate(zip(out.new_tokens.tolist(), answer.tolist(), strict=True)):
+            stop = next((i + 1 for i, token in enumerate(theirs) if token in ENDS), len(theirs))
+            assert ours[:stop] == theirs[:stop]
             assert out.tokens[row] == stop
             finished += out.finished[row]
     assert finished
 
 
-def test_equals_transformers_generate_over_a_long_context() -> None:
+def test_equals_transformers_generate_with_a_long_prompt() -> None:
     module = tiny_gemma()
     model = paradec.wrap(module)
     ids, _ = prompts("one", 5, length=70)
@@ -138,7 +139,7 @@ def test_equals_transformers_generate_over_a_long_context() -> None:
 
 GEMMA = samplers.create("diffusion_gemma", entropy_bound=0.5, **SHORT)
 THRESHOLD = samplers.create("canvas", rule="threshold(threshold=0.6)", stability_threshold=2, **SHORT)
-RULES = {
+SAMPLERS = {
     "diffusion_gemma": (GEMMA, plain_canvas.entropy_bound(0.5)),
     "threshold": (THRESHOLD, plain_canvas.threshold(0.6)),
     "low_confidence": (samplers.create("canvas", rule="low_confidence", **SHORT), plain_canvas.most_confident(12)),
@@ -146,11 +147,11 @@ RULES = {
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("holes", [False, True], ids=["answer", "holes"])
 def test_a_row_equals_a_plain_loop(name: str, holes: bool) -> None:
     module = tiny_gemma(dtype=torch.float64)
-    sampler, keep = RULES[name]
+    sampler, keep = SAMPLERS[name]
     model = paradec.wrap(module, eos_token_id=ENDS)
     ids = prompts("one", 3, length=40)[0][0].tolist()
     prompt = [token if i not in (5, 6, 9, 10, 11, 30) else -1 for i, token in enumerate(ids)] if holes else ids[:9]
@@ -178,7 +179,7 @@ def test_a_filtered_row_equals_a_plain_loop(filters: dict[str, float]) -> None:
         return logits.masked_fill(~is_allowed, -torch.inf)
 
     module = tiny_gemma(dtype=torch.float64)
-    sampler, keep = RULES["diffusion_gemma"]
+    sampler, keep = SAMPLERS["diffusion_gemma"]
     prompt = prompts("one", 3)[0][0].tolist()
     request = {"max_new_tokens": 20, "sampler": sampler, "seed": 0, **filters}
     out = paradec.generate(paradec.wrap(module, eos_token_id=()), prompt, **request)

@@ -1,4 +1,4 @@
-"""Combinations of samplers: constructed from values and text, and compared with the decisions of their parts."""
+"""Unions and intersections of samplers: construction from text, steps compared with their parts, and errors."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -35,17 +35,19 @@ def has_same_steps(a: paradec.Output, b: paradec.Output) -> bool:
     return torch.equal(a.sequences, b.sequences) and steps[0] == steps[1]
 
 
-RULES = (
+RULE_TEXTS = (
     "threshold", "entropy_threshold", "margin", "klass(history=1, kl_threshold=0.5)", "persistence", "localleap",
     "learn2pd(filter_threshold=0.5)",
 )  # fmt: skip
-PAIRS = [*itertools.combinations(RULES[:-1], 2), RULES[-2:], RULES[:-3:-1]]
+PAIRS = [*itertools.combinations(RULE_TEXTS[:-1], 2), RULE_TEXTS[-2:], RULE_TEXTS[:-3:-1]]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("combination", [Union, Intersection])
 @pytest.mark.parametrize("names", PAIRS, ids="+".join)
-def test_each_step_is_what_the_rules_decide(combination: type, names: tuple[str, str], llada64: Model) -> None:
+def test_each_step_is_the_union_or_intersection_of_the_rules_steps(
+    combination: type, names: tuple[str, str], llada64: Model
+) -> None:
     pair = tuple(samplers.create(name) for name in names)
     sampler, request = combination(rules=pair), {"max_new_tokens": 16, "block_length": 8, "steps": 8}
     state = sampler.start(llada64, PROMPTS, eos_early_stop=False, **request)
@@ -67,14 +69,15 @@ def test_each_step_is_what_the_rules_decide(combination: type, names: tuple[str,
             if combination is Union:
                 assert ours == commits[0] | commits[1]
                 continue
-            agreed = commits[0] & commits[1]
-            rows_without = set(before.nonzero()[0].tolist()) - {row for row, *_ in agreed}
-            assert agreed <= ours and {row for row, *_ in ours - agreed} == rows_without
-            assert len(ours - agreed) == len(rows_without)
+            common = commits[0] & commits[1]
+            rows_without = set(before.nonzero()[0].tolist()) - {row for row, *_ in common}
+            # a row whose intersection is empty commits one position
+            assert common <= ours and {row for row, *_ in ours - common} == rows_without
+            assert len(ours - common) == len(rows_without)
 
 
 @pytest.mark.parametrize("combination", [Union, Intersection])
-def test_the_first_cut_by_hand(combination: type) -> None:
+def test_rows_are_cut_at_the_earliest_end_of_the_learn2pd_rules(combination: type) -> None:
     rules = [
         Learn2PD(),
         Learn2PD(eot="greedy", eot_confidence=0.5),
@@ -107,10 +110,11 @@ def test_the_first_cut_by_hand(combination: type) -> None:
     assert kinds == {0, 1, 2}
 
 
-JOINED = [
+# (combination, rules, steps)
+COMBINATIONS = [
     (Union, [("threshold", {"threshold": 0.6}), ("margin", {})], 6),
     (Union, [("margin", {}), ("threshold", {"threshold": 0.6})], 6),
-    (Union, [("entropy", {}), ("maskgit_plus", {})], 12),  # both wait at first
+    (Union, [("entropy", {}), ("maskgit_plus", {})], 12),  # in the first step both commit nothing
     (Union, [("maskgit_plus", {}), ("entropy", {})], 9),
     (Intersection, [("threshold", {"threshold": 0.3}), ("margin", {})], 4),
     (Intersection, [("margin", {}), ("entropy_threshold", {"threshold": 0.8})], 4),
@@ -118,21 +122,23 @@ JOINED = [
 ]
 
 
-@pytest.mark.parametrize(("combination", "rules", "steps"), JOINED)
-def test_combinations_by_hand(combination: type, rules: list[tuple[str, dict]], steps: int) -> None:
-    model, idle = tiny(1), 0
+@pytest.mark.parametrize(("combination", "rules", "steps"), COMBINATIONS)
+def test_combinations_equal_the_oracle(combination: type, rules: list[tuple[str, dict]], steps: int) -> None:
+    model, num_idle = tiny(1), 0
     sampler = combination(rules=[samplers.create(name, **settings) for name, settings in rules])
     for prompt in ([1, 2, 3], [20, 30]):
         request = {"max_new_tokens": 12, "block_length": 12, "steps": steps, "eos_early_stop": False}
         out = paradec.generate(model, prompt, sampler=sampler, trace=True, **request)
         ours = [{(i, token, round(score, 9)) for _, i, token, score in step.commits} for step in out.trace.steps]
         assert ours == decode_combination(model, prompt, combination is Union, rules, 12, steps)
-        idle += set() in ours
-    assert bool(idle) == sampler.needs.may_wait
+        num_idle += set() in ours
+    assert bool(num_idle) == sampler.needs.may_wait
 
 
 @dataclass(frozen=True)
 class Idle(MaskedSampler):
+    """A sampler that never commits a token."""
+
     name = "idle"
     needs = Needs(score_from="sampled")
     uses_steps = True
@@ -145,13 +151,15 @@ class Idle(MaskedSampler):
 
 
 @dataclass(frozen=True)
-class Patient(Idle):
-    name = "patient"
+class DeclaredIdle(Idle):
+    """A sampler that never commits a token and declares that it may wait."""
+
+    name = "declared_idle"
     needs = replace(Idle.needs, may_wait=True)
 
 
-def steps_until_it_is_stopped(sampler: Any, steps: int) -> int | None:
-    """The step at which decoding stops with the error "committed nothing"; None if the row is finished."""
+def step_of_error(sampler: Any, steps: int) -> int | None:
+    """Return the step at which decoding raises the error "committed nothing", or None if the row is finished."""
     model = tiny(1)
     state = sampler.start(model, [[1, 2, 3]], max_new_tokens=12, block_length=12, steps=steps, eos_early_stop=False)
     with torch.inference_mode():
@@ -165,20 +173,20 @@ def steps_until_it_is_stopped(sampler: Any, steps: int) -> int | None:
     return None
 
 
-def test_who_may_wait_and_for_how_long() -> None:
+def test_samplers_that_may_wait_may_commit_nothing_until_the_last_step() -> None:
     assert samplers.create("maskgit_plus").needs.may_wait and not samplers.create("threshold").needs.may_wait
-    assert steps_until_it_is_stopped(samplers.create("maskgit_plus"), 12) is None
-    assert steps_until_it_is_stopped(Union(rules=(Patient(), "maskgit_plus")), 12) is None
-    assert steps_until_it_is_stopped(Idle(), 12) == 0
+    assert step_of_error(samplers.create("maskgit_plus"), 12) is None
+    assert step_of_error(Union(rules=(DeclaredIdle(), "maskgit_plus")), 12) is None
+    assert step_of_error(Idle(), 12) == 0
     for rules in ((Idle(), "maskgit_plus"), ("maskgit_plus", Idle())):
-        assert steps_until_it_is_stopped(Union(rules=rules), 12) == 0  # the grid grants nothing in the first step
+        assert step_of_error(Union(rules=rules), 12) == 0  # maskgit_plus commits nothing in the first step
     for steps in (1, 5):
-        assert steps_until_it_is_stopped(Patient(), steps) == steps - 1
-        assert steps_until_it_is_stopped(Union(rules=(Patient(), Patient())), steps) == steps - 1
+        assert step_of_error(DeclaredIdle(), steps) == steps - 1
+        assert step_of_error(Union(rules=(DeclaredIdle(), DeclaredIdle())), steps) == steps - 1
 
 
 def test_stages_run_in_order(llada64: Model) -> None:
-    """KLASS after credit compares the credited distributions; before credit, the model's."""
+    """After credit, KLASS compares distributions that include credit; before credit, the model's distributions."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 4, llada64.facts.vocab_size, dtype=torch.float64, generator=generator)
     previous = {}
@@ -192,7 +200,7 @@ def test_stages_run_in_order(llada64: Model) -> None:
     assert not torch.equal(previous["credit+klass"], previous["klass"])
 
 
-def test_text_is_the_value() -> None:
+def test_combinations_can_be_created_from_text() -> None:
     create = samplers.create
     assert create("credit+localleap") == create("union") == Union(rules=("credit", "localleap"))
     assert create("threshold + klass + ccd") == Union(rules=("threshold", "klass", "ccd"))
@@ -201,7 +209,7 @@ def test_text_is_the_value() -> None:
     assert create("localleap(radius=2)+threshold") == Union(rules=(create("localleap", radius=2), "threshold"))
 
 
-def test_a_plus_can_end_a_name() -> None:
+def test_the_name_lantern_plus_plus_is_not_read_as_a_combination() -> None:
     create = samplers.create
     assert create("lantern++") == create("lantern++()") == create("lantern++", k=10)
     assert create("lantern++(k=5)") == create(" lantern++ ( k = 5 ) ") == create("lantern++", k=5)
@@ -215,7 +223,7 @@ def test_a_plus_can_end_a_name() -> None:
 
 
 @pytest.mark.parametrize("text", ["credit+localleap", "intersection(rules=['threshold', 'klass'])"])
-def test_blocks_by_name(text: str, llada64: Model) -> None:
+def test_combinations_accept_block_policies_by_name(text: str, llada64: Model) -> None:
     request = {"block_length": None, "eos_early_stop": True}
     adaptive = paradec.AdaptiveBlocks(length=8)
     outs = {
@@ -260,7 +268,7 @@ def test_samplers_that_cannot_be_combined_are_refused_by_name(text: str, message
         samplers.create(text)
 
 
-def test_values_are_checked() -> None:
+def test_wrong_rules_are_refused() -> None:
     refuses(lambda: Union(rules=()), r"rules=\(\) must be a sequence of samplers")
     refuses(lambda: Union(rules="threshold"), "rules='threshold' must be a sequence of samplers")
     refuses(lambda: samplers.create("threshold+klass", threshold=0.5), "threshold=...: give it to one of")

@@ -1,5 +1,4 @@
-"""Samplers with memory (credit, ccd, ccd_agree, klass, persistence, threshold with carry) against plain loops that
-follow the papers' formulas."""
+"""Samplers with memory (credit, ccd, ccd_agree, klass, persistence, threshold with carry) equal plain loops."""
 
 import itertools
 import math
@@ -32,7 +31,7 @@ Step = set[tuple[int, int, int]]
 
 
 class Script:
-    """A model whose logits [rows, positions, V] in step t are `table[t]`, for any input."""
+    """A model whose logits [rows, positions, vocabulary] in step t are `table[t]`, for any input."""
 
     facts = ModelFacts(vocab_size=SCRIPT_VOCAB, mask_token_id=SCRIPT_MASK, eos_token_ids=SCRIPT_ENDS)
     device = torch.device("cpu")
@@ -47,29 +46,29 @@ class Script:
         for fresh in noise[1:]:  # the most likely token changes slowly
             table.append(0.9 * table[-1] + 0.4 * fresh)
         self.table = scale * torch.stack(table)
-        # evaluated positions of each step, as with a cache
-        self.keep = torch.rand(len(noise), ROWS, BLOCK, generator=generator) < (1.0 if seed % 2 else 0.7)
-        self.at = 0
+        # which positions each step evaluates, as with a cache
+        self.is_evaluated = torch.rand(len(noise), ROWS, BLOCK, generator=generator) < (1.0 if seed % 2 else 0.7)
+        self.step_index = 0
 
     def __call__(self, query: object) -> Tensor:
-        logits = self.table[self.at][torch.as_tensor(query.rows)]
+        logits = self.table[self.step_index][torch.as_tensor(query.rows)]
         return logits.gather(1, query.wanted.unsqueeze(-1).expand(-1, -1, SCRIPT_VOCAB)).clone()
 
 
-def evaluated_positions(script: Script, at: int, row: int, undecided: list[int], start: int) -> set[int]:
-    """Undecided positions of a row's block that step `at` evaluates; all if the script has none."""
-    positions = {i for i in undecided if script.keep[at, row, i - start]}
+def evaluated_positions(script: Script, step_index: int, row: int, undecided: list[int], start: int) -> set[int]:
+    """Return the undecided positions of a row's block that a step evaluates; all, if the script has none."""
+    positions = {i for i in undecided if script.is_evaluated[step_index, row, i - start]}
     return positions or set(undecided)
 
 
 def run_sampler(sampler: Sampler, script: Script, **request: object) -> list[Step]:
-    """The (row, position, token) entries that a sampler commits in each step of a script."""
+    """Return the (row, position, token) entries that a sampler commits in each step of a script."""
     prompts = [[row] for row in range(ROWS)]
     state = sampler.start(
         script, prompts, max_new_tokens=BLOCK * BLOCKS, block_length=BLOCK, eos_early_stop=False, seed=0, **request
     )
     steps = []
-    script.at = 0
+    script.step_index = 0
     with torch.inference_mode():
         while not state.done:
             queries = sampler.query(state)
@@ -78,36 +77,39 @@ def run_sampler(sampler: Sampler, script: Script, **request: object) -> list[Ste
             for n, row in enumerate(query.rows.tolist()):
                 start = int(state.block_start[row])
                 undecided = [i for i in range(start, start + BLOCK) if state.undecided[row, i]]
-                available[n, [i - start for i in evaluated_positions(script, script.at, row, undecided, start)]] = True
+                available[
+                    n, [i - start for i in evaluated_positions(script, script.step_index, row, undecided, start)]
+                ] = True
             queries = [query.with_fields(window=query.window.with_fields(available=available))]
             commit = sampler.commit(state, sampler.propose(state, [script(query)], queries))
             steps.append({(r, p, t) for r, p, t, _ in commit.to_list()})
-            script.at += 1
+            script.step_index += 1
     return steps
 
 
 def run_loop(loop: Loop, script: Script, steps: int | None) -> list[Step]:
-    """The entries that a plain loop commits in each step of a script, for all rows together."""
+    """Return the (row, position, token) entries that a plain loop commits in each step of a script."""
     per_row = []
     for row in range(ROWS):
-        at, row_steps = 0, []
+        step_index, row_steps = 0, []
         for start in range(1, 1 + BLOCK * BLOCKS, BLOCK):
             undecided = list(range(start, start + BLOCK))
             loop.open(undecided)
             planned = BLOCK if steps is None else steps // BLOCKS
-            first_step = at
+            first_step = step_index
             while undecided:
-                quota = max(1, BLOCK // planned + (at - first_step < BLOCK % planned))
-                evaluated = sorted(evaluated_positions(script, at, row, undecided, start))
-                z = {i: script.table[at, row, i].tolist() for i in evaluated}
+                quota = max(1, BLOCK // planned + (step_index - first_step < BLOCK % planned))
+                evaluated = sorted(evaluated_positions(script, step_index, row, undecided, start))
+                z = {i: script.table[step_index, row, i].tolist() for i in evaluated}
                 chosen = loop.step(z, quota)
                 row_steps.append({(row, i, token) for i, token in chosen.items()})
                 undecided = [i for i in undecided if i not in chosen]
-                at += 1
+                step_index += 1
         per_row.append(row_steps)
     return [set().union(*step) for step in itertools.zip_longest(*per_row, fillvalue=set())]
 
 
+# (loop, settings, steps)
 CASES: list[tuple[type[Loop], dict, int | None]] = [
     (CreditLoop, {"threshold": 0.8}, None), (CreditLoop, {"threshold": 0.8, "storage": "dense"}, None),
     (CreditLoop, {"threshold": 0.95, "decay": 0.9, "exponent": 0.5, "fusion": 2.0, "storage": "dense"}, None),
@@ -129,7 +131,7 @@ CASES: list[tuple[type[Loop], dict, int | None]] = [
 ]  # fmt: skip
 
 
-class Single(Script):
+class Float32Script(Script):
     def __call__(self, query: object) -> Tensor:
         return super().__call__(query).float()
 
@@ -157,7 +159,7 @@ def test_sampler_equals_loops(loop: type[Loop], settings: dict, steps: int | Non
 def test_sampler_equals_loops_in_float32(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paradec.kernels.token_stats.read.SMALL_VOCABULARY", 0)
     monkeypatch.setattr("paradec.samplers.distributions.CPU_CHUNK", 2 * SCRIPT_VOCAB)
-    sizes_of_steps(*case, Single, 4)
+    sizes_of_steps(*case, Float32Script, 4)
 
 
 def test_credit_survives_bfloat16() -> None:

@@ -1,4 +1,4 @@
-"""Prophet's early answers: its threshold on the logits, the positions that it reads, and unsupported samplers."""
+"""Prophet's early stop: thresholds on the gap of the two largest logits, the compared positions, refused samplers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ def decode(model: Model, prompts: Any, **request: Any) -> paradec.Output:
 @pytest.mark.parametrize("answer", [None, range(2, 7)])
 @pytest.mark.parametrize("gaps", [(7.3, 8.5, 9.2), (6.7, 4.6, 5.3)])
 @pytest.mark.parametrize("name", ["llada64", "dream64"])
-def test_the_rule_by_hand(request: Any, name: str, gaps: tuple, answer: range | None) -> None:
+def test_prophet_equals_the_oracle(request: Any, name: str, gaps: tuple, answer: range | None) -> None:
     model = request.getfixturevalue(name)
     out = decode(model, PROMPTS, stop=paradec.Prophet(gaps=gaps, answer=answer))
     expected = [prophet(model, prompt, gaps, answer, NEW) for prompt in PROMPTS]
@@ -38,7 +38,7 @@ def test_the_rule_by_hand(request: Any, name: str, gaps: tuple, answer: range | 
 
 
 def test_a_gap_equal_to_the_threshold_is_enough() -> None:
-    class Even(torch.nn.Module):
+    class ConstantGap(torch.nn.Module):
         config = SimpleNamespace(vocab_size=10)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -46,9 +46,9 @@ def test_a_gap_equal_to_the_threshold_is_enough() -> None:
             logits[..., 3] = 2.5
             return logits
 
-    model = paradec.wrap(Even(), prediction="same", topology="bidirectional", mask_token_id=9)
-    for bar, nfe in ((2.5, 1), (2.5 + 2**-40, NEW)):
-        assert decode(model, [[1]], stop=paradec.Prophet(gaps=(bar, bar, bar))).row_nfe == [nfe]
+    model = paradec.wrap(ConstantGap(), prediction="same", topology="bidirectional", mask_token_id=9)
+    for threshold, nfe in ((2.5, 1), (2.5 + 2**-40, NEW)):
+        assert decode(model, [[1]], stop=paradec.Prophet(gaps=(threshold,) * 3)).row_nfe == [nfe]
 
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
@@ -65,9 +65,9 @@ def test_an_unreachable_threshold_changes_nothing(llada64: Model, sampler: str, 
     request = {
         "sampler": sampler, "cache": cache, "max_new_tokens": 8, "seed": 1, "temperature": 0.5, "eos_early_stop": True,
     }  # fmt: skip
-    plain, ruled = (decode(llada64, PROMPTS, stop=stop, **request) for stop in (None, NEVER))
-    assert plain.new_tokens.tolist() == ruled.new_tokens.tolist() and plain.row_nfe == ruled.row_nfe
-    assert plain.forwarded_tokens == ruled.forwarded_tokens
+    plain, with_rule = (decode(llada64, PROMPTS, stop=stop, **request) for stop in (None, NEVER))
+    assert plain.new_tokens.tolist() == with_rule.new_tokens.tolist() and plain.row_nfe == with_rule.row_nfe
+    assert plain.forwarded_tokens == with_rule.forwarded_tokens
 
 
 def test_a_threshold_of_zero_commits_everything_at_once(llada64: Model) -> None:
@@ -89,19 +89,20 @@ def test_an_end_token_still_ends_the_text(llada64: Model) -> None:
 
 def test_prophet_works_with_adaptive_blocks(llada64: Model) -> None:
     blocks = paradec.AdaptiveBlocks(length=4, delimiters=(5, 17), delimiter_threshold=0.05, window=0.5)
-    plain, ruled = (decode(llada64, PROMPTS, block_length=None, blocks=blocks, stop=stop) for stop in (None, NEVER))
-    assert plain.new_tokens.tolist() == ruled.new_tokens.tolist() and plain.row_nfe == ruled.row_nfe
+    options: dict[str, Any] = {"block_length": None, "blocks": blocks}
+    plain, with_rule = (decode(llada64, PROMPTS, stop=stop, **options) for stop in (None, NEVER))
+    assert plain.new_tokens.tolist() == with_rule.new_tokens.tolist() and plain.row_nfe == with_rule.row_nfe
     assert decode(llada64, PROMPTS, block_length=None, blocks=blocks, stop=AT_ONCE).row_nfe == [1, 1, 1]
 
 
-def test_prophet_decides_only_in_full_steps(llada64: Model) -> None:
+def test_prophet_stops_only_in_steps_that_evaluate_the_full_row(llada64: Model) -> None:
     late = paradec.Prophet(gaps=(1e6, 0, 0))  # after a third of the steps, inside the second block
     out = decode(llada64, PROMPTS[0], cache="dual", stop=late)
     assert out.trace.steps[-1].kind == "full" and out.nfe == 9
     assert decode(llada64, PROMPTS[0], stop=late).nfe == 7
 
 
-def test_a_function_finds_the_answer(llada64: Model) -> None:
+def test_a_function_can_locate_the_answer(llada64: Model) -> None:
     calls = []
 
     def answer(ids: np.ndarray, start: int) -> range | None:
@@ -123,7 +124,7 @@ def test_a_custom_stopping_rule(llada64: Model) -> None:
     assert out.row_nfe == [5, 5, 5] and out.tokens == [4, 4, 4]
 
 
-def test_refusals(llada64: Model) -> None:
+def test_unsupported_samplers_are_refused(llada64: Model) -> None:
     assert REFUSED
     for name in REFUSED:
         model = llada64 if topology_of(name) == "bidirectional" else tiny(2, topology_of(name))

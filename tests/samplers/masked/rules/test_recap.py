@@ -1,7 +1,7 @@
-"""ReCAP: replay of its public code on a small MaskGIT-r, and invariants on any model.
+"""ReCAP: replays of the public code on a small MaskGIT-r, and properties on any model.
 
-The reference draws noise with NumPy and tokens with PyTorch; here recorded draws replace the sampler's. Two of the
-reference's schedules differ on purpose (`test_corrected_schedules`).
+The reference draws noise with NumPy and tokens with PyTorch; the replay uses the recorded numbers. Two of the
+reference's schedules are wrong, and paradec's differ on purpose (`test_corrected_schedules`).
 """
 
 from dataclasses import dataclass
@@ -73,10 +73,12 @@ def groups_of(log: list[dict[str, Any]], positions: int) -> list[Group]:
 
 
 @dataclass(frozen=True)
-class Replayed(Recap):
+class ReplayedRecap(Recap):
+    """ReCAP with the recorded random numbers."""
+
     groups: Any = ()
 
-    def at(self, state: Any) -> tuple[Group, int]:
+    def group_and_index(self, state: Any) -> tuple[Group, int]:
         step = state.block_step[:1]
         return self.groups[int(self.group_index(step)[0])], int(self.index_in_group(step)[0])
 
@@ -102,7 +104,7 @@ def test_replays_the_reference(path: Path) -> None:
     positions, vocab = settings["seq_len"], case["model"]["codebook_size"]
     groups = groups_of(case["log"], positions)
     model = load_uvit(find_weights(case["weights"], "recap"), heads=case["model"]["num_heads"])
-    sampler = Replayed(
+    sampler = ReplayedRecap(
         local_steps=settings["num_cache_iters"], full_groups=settings["pre_full_iters"], groups=groups,
         choice_temperature=settings["conf_temp"], final_temperature=settings["samp_temp"],
         guidance_start=1 + guidance[0][0] if settings["cfg"] else None,
@@ -125,7 +127,7 @@ def test_replays_the_reference(path: Path) -> None:
     request = {"cache": "recap", "steps": settings["gen_step"], "temperature": 1.0, "seed": 0}
     state = sampler.start(model, prompts(model, *labels), guidance_scale=1 + guidance[-1][-1], **request)
     while not state.done:
-        group, place = sampler.at(state)
+        group, place = sampler.group_and_index(state)
         calls = group.calls[place]
         queries = sampler.query(state)
         (query,) = queries
@@ -166,7 +168,7 @@ def test_schedules_are_the_reference_s(path: Path) -> None:
 
 
 def assert_guidance(sampler: Recap, scales: list[list[float]]) -> None:
-    """Assert the guidance scales of all steps. scales: by group; the public code's scale is ours minus one."""
+    """Assert the guidance scales of all steps. scales: of the public code, by group; they are lower by one."""
     expected = np.array(sum(scales, []))
     step, request = np.arange(len(expected)), SimpleNamespace(guidance_scale=1 + expected[-1])
     state = SimpleNamespace(request=request, canvas=torch.empty(0))
@@ -191,7 +193,7 @@ def assert_schedule(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("masks", "steps", "full", "local"), [(64, 32, 12, 1), (64, 15, 3, 2), (256, 15, 3, 2)])
 def test_corrected_schedules(masks: int, steps: int, full: int, local: int) -> None:
-    """Our counts are positive and complete where the reference has a negative count or loses tokens."""
+    """paradec's counts are positive and sum to all masks where the reference has a negative count or loses tokens."""
     sizes = counts("power", masks, steps)
     assert sum(sizes) == masks and min(sizes) >= 1 and len(sizes) == steps
     lengths = np.bincount(Recap(local_steps=local, full_groups=full).group_index(np.arange(steps)))
@@ -200,7 +202,7 @@ def test_corrected_schedules(masks: int, steps: int, full: int, local: int) -> N
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 @pytest.mark.parametrize("cache", ["none", "recap"])
-def test_without_local_steps_it_is_maskgit(cache: str, guidance: float) -> None:
+def test_without_local_steps_recap_equals_maskgit(cache: str, guidance: float) -> None:
     model = random_uvit(2)
     request = {"steps": 5, "temperature": 1.0, "guidance_scale": guidance, "seed": 3, "trace": True}
     rows = prompts(model, 0, 3)
@@ -213,7 +215,7 @@ def test_without_local_steps_it_is_maskgit(cache: str, guidance: float) -> None:
 
 @pytest.mark.parametrize("order", ["confidence", "halton"])
 @pytest.mark.parametrize(("depth", "local"), [(4, 4), (0, 1), (0, 2)])
-def test_local_steps_are_exact(depth: int, local: int, order: str) -> None:
+def test_local_steps_give_the_scores_of_full_steps(depth: int, local: int, order: str) -> None:
     model = random_uvit(depth)
     sampler = Recap(local_steps=local, order=order)
     states = [
@@ -262,7 +264,7 @@ def test_local_steps_are_guided(cache: str, start: float | None) -> None:
     assert state.done
 
 
-def test_local_steps_evaluate_the_targets_alone() -> None:
+def test_local_steps_evaluate_only_their_targets() -> None:
     model = random_uvit(2)
     sampler = Recap(local_steps=1, full_groups=1)
     request = {"sampler": sampler, "steps": 5, "temperature": 1.0, "trace": True}

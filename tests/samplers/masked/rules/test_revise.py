@@ -27,7 +27,9 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 0, 1], [2]]
 NEW, SEEDS = 12, 8
 
 
-class Additive:
+class AdditiveModel:
+    """A model whose logits are sums over visible tokens of vectors that depend on token and distance."""
+
     tokenizer, pads, supports_store, supports_visibility = None, True, False, True
     default_max_new_tokens, default_block_length = NEW, None
     device, dtype = torch.device("cpu"), torch.float64
@@ -79,7 +81,7 @@ def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], setti
     sampler = samplers.create(name, **settings)
     memory: dict = {"num_remasked": 0, "num_stable": 0}
     for seed in range(SEEDS):
-        model, block = Additive(seed), (5, 12)[seed % 2]
+        model, block = AdditiveModel(seed), (5, 12)[seed % 2]
         out = paradec.generate(model, PROMPTS, sampler=sampler, block_length=block, max_new_tokens=NEW, trace=True)
         for index, prompt in enumerate(PROMPTS):
             row, expected = prompt + [HOLE] * NEW, []
@@ -205,7 +207,7 @@ class Undoing(MaskedSampler):
 @pytest.mark.parametrize("slack", [0, 1, 7])
 def test_remasking_leaves_enough_steps_to_fill_the_block(slack: int) -> None:
     """A method that never ends by itself uses all steps of its bound in every block, and leaves no mask."""
-    out = paradec.generate(Additive(), PROMPTS, sampler=Undoing(slack=slack), max_new_tokens=NEW, block_length=4)
+    out = paradec.generate(AdditiveModel(), PROMPTS, sampler=Undoing(slack=slack), max_new_tokens=NEW, block_length=4)
     assert out.row_nfe == [3 * (4 + slack)] * 3
     assert not (out.new_tokens == HOLE).any()
 
@@ -215,7 +217,7 @@ def test_an_end_token_ends_the_row_only_when_it_is_stable(name: str) -> None:
     """A row ends inside a block when a step changes nothing up to and including its end token."""
     inside = 0
     for seed in range(8):
-        model = Additive(seed, ends=(7,))
+        model = AdditiveModel(seed, ends=(7,))
         out = paradec.generate(model, PROMPTS, sampler=name, max_new_tokens=NEW, block_length=6, trace=True)
         for index, prompt in enumerate(PROMPTS):
             canvases = [out.trace.replay(step)[index] for step in range(out.row_nfe[index] + 1)]
