@@ -27,7 +27,7 @@ from paradec.core.prompts import check_rows, render_chat, tokenize
 from paradec.core.query import StoreCall
 from paradec.core.weights import weights_lock
 from paradec.samplers.renoising.diffusion_gemma import DiffusionGemma
-from paradec.samplers.renoising.state import FIRST_STREAM, noise
+from paradec.samplers.renoising.state import FIRST_STREAM, draw_noise_tokens
 from paradec.samplers.start import pad_rows, row_keys
 
 TYPES = ("noul", "choice", "score", "span")
@@ -553,9 +553,9 @@ def _first_step(model: Any, places: Sequence[Place], seeds: int) -> Tensor:
 
     index = np.array([unique.index(prompt) for prompt in prompts])
     positions = state.positions(index)
-    keys = row_keys([seed for seed in range(seeds) for _ in places], prompts, copy_indices=[0] * count)
-    step = torch.zeros(count, dtype=torch.int64, device=device)
-    noise_tokens = noise(torch.as_tensor(keys, device=device), step, positions, model.facts.vocab_size, FIRST_STREAM)
+    host_keys = row_keys([seed for seed in range(seeds) for _ in places], prompts, copy_indices=[0] * count)
+    keys, step = torch.as_tensor(host_keys, device=device), torch.zeros(count, dtype=torch.int64, device=device)
+    noise_tokens = draw_noise_tokens(keys, step, positions, model.facts.vocab_size, FIRST_STREAM)
     answers = pad_rows([[*place.row[place.prompt_length :]] for place in places], width, HOLE)
     canvas_tokens = torch.as_tensor(answers, device=device).repeat(seeds, 1)
     query = CanvasQuery(

@@ -125,9 +125,9 @@ def decode_request(model: Any, prompts: Prompts, request: Request, sampler: Any)
             warnings.warn(hint, stacklevel=3)
         loop: Callable[..., Any] = decode
         if request.compile:
-            from paradec.samplers.masked.device.step import device_loop
+            from paradec.samplers.masked.device.step import choose_loop
 
-            loop = device_loop(sampler, model, state, request.callback, request.streamer, request.progress)
+            loop = choose_loop(sampler, model, state, request.callback, request.streamer, request.progress)
         begin = time.perf_counter()
 
         def output_so_far() -> Output:

@@ -121,7 +121,7 @@ class Batch:
         elif prefix_bytes:
             raise ValueError(
                 f"prefix_memory={prefix_memory} has nothing to keep: every key of {model.facts.name} depends on the "
-                "whole row; share_prefix=True of generate approximates it"
+                "whole row; generate(share_prefix=True) shares prefixes approximately"
             )
         self._pending = Queue()
         self._groups, self._ended = list[Group](), list[Ticket]()
@@ -154,7 +154,7 @@ class Batch:
                 `put` gets the prompt, then ids [1, n] once they and all ids before them are final. `step` calls the
                 streamer; an exception of the streamer ends only this prompt.
             on_done: called with the ended ticket, after the step and in its thread. It may call all methods of the
-                batch, including `step` and `close`. `step` raises its exceptions once every `on_done` was called.
+                batch, including `step` and `close`. If it raises, `step` first calls the other tickets' `on_done`.
             id: the caller's name of the prompt, for `Ticket.id` and `Output.id`.
             cache_salt: a text; only prompts with the same salt share keys and values.
             alone: True draws the same numbers as `generate` with only this prompt, even if equal prompts came before.
@@ -414,7 +414,7 @@ class Batch:
         try:
             with hold_interrupt():
                 for ticket in tickets:
-                    ticket.new_tokens = state.max_new_tokens
+                    ticket.num_new_tokens = state.max_new_tokens
                     ticket.start_time = ticket.start_time or time.perf_counter()
                 if group is None:
                     make_group: Any = partial(DeviceGroup, capture=self.capture) if on_device else Group
@@ -428,7 +428,7 @@ class Batch:
                 self._feed_streamers(group, slots)
         except Exception as error:
             if group in self._groups and not (is_out_of_memory(error) and group.occupied):
-                self._requeue(group)  # the error may have left the group between two changes
+                self._requeue(group)  # the error may have interrupted a change of the group
             raise
         return True
 
@@ -492,8 +492,8 @@ class Batch:
         return tickets
 
     def _isolate(self, group: Group) -> list[Ticket]:
-        """Requeue the rows of a group whose step raised, to decode each row alone. Returns the tickets to fail, which
-        were alone already."""
+        """Requeue the rows of a group whose step raised, to decode each row alone. Returns the tickets that were alone
+        already and so have failed."""
         tickets = self._requeue(group)
         failed = [ticket for ticket in tickets if ticket.isolated]
         for ticket in failed:
@@ -504,7 +504,7 @@ class Batch:
 
     def _shrink(self, group: Group, keep_older: bool) -> list[Ticket]:
         """Requeue the younger half of a group that ran out of memory, and limit the positions evaluated together.
-        keep_older: False requeues all rows. Returns the tickets to fail: a row that was alone in the batch."""
+        keep_older: False requeues all rows. Returns the ticket of a row that has failed, since it was already alone."""
         tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
         self._max_positions, failed = max(1, len(tickets) // 2) * group.width, list[Ticket]()
         if len(tickets) == 1 and self.occupied == 1:

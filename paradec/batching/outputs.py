@@ -21,6 +21,7 @@ from paradec.core.prompts import Prompts
 from paradec.core.protocol import Memory
 from paradec.core.rows import select_rows
 
+# fields of `Output`: tensors [B, L], and lists with an entry per row
 TENSORS = ("sequences", "attention_mask", "filled")
 COUNTS = ("draft_nfe", "encoder_calls", "denoising_calls", "reasoning_tokens")
 LISTS = ("row_nfe", "tokens", "finished", "log_weight", *COUNTS)
@@ -68,7 +69,7 @@ def _select_row(output: Output, rows: Any, counts: np.ndarray, index: int, ticke
     return replace(
         output,
         **changes,
-        new_tokens=changes["sequences"][:, width - ticket.new_tokens :],
+        new_tokens=changes["sequences"][:, width - ticket.num_new_tokens :],
         row_forwards=int(counts[1, index]),
         forwarded_tokens=int(counts[2, index]),
         cost=CacheCost.from_state(rows, counts, row),

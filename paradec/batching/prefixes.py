@@ -30,7 +30,7 @@ class Prefixes:
         self.tree = PrefixTree(facts.block_length if facts.topology == "block_causal" else CAUSAL_BLOCK, budget or 0)
         self.hits = self.saved_positions = 0  # rows that reused a prefix, and positions that were not evaluated again
         self._has_default_budget = budget is None
-        self._weights = 0
+        self._fingerprint = 0
         self._start_weights: dict[int, int] = {}  # ticket number -> fingerprint of the weights when its row started
         self._prefix_keys: dict[int, Hashable] = {}  # ticket number -> result of `_prefix_key`
 
@@ -50,10 +50,10 @@ class Prefixes:
         share, but nothing stores yet, is first evaluated once."""
         if why_unshared(self.model, state) is not None:
             return
-        if (weights := fingerprint_weights(self.model.module)) != self._weights:
+        if (fingerprint := fingerprint_weights(self.model.module)) != self._fingerprint:
             self.tree.clear()
-            self._weights = weights
-        self._start_weights |= dict.fromkeys([ticket.number for ticket in tickets], weights)
+            self._fingerprint = fingerprint
+        self._start_weights |= dict.fromkeys([ticket.number for ticket in tickets], fingerprint)
         first_keys = {self._prefix_key(ticket) for ticket in tickets}
         for group in groups:
             if why_unshared(self.model, group.state) is not None:
@@ -147,7 +147,7 @@ class Prefixes:
         intact = np.minimum(state.store.count_intact(state.canvas), state.end)
         for slot in slots:
             ticket = group.tickets[slot]
-            if ticket is None or self._start_weights.get(ticket.number) != self._weights:
+            if ticket is None or self._start_weights.get(ticket.number) != self._fingerprint:
                 continue
             count = int(intact[slot]) if ticket.prompts.images is None else 0
             tokens, scope = state.canvas[slot, :count].tolist(), sharing_key(state, ticket)

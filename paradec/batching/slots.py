@@ -75,13 +75,13 @@ class Ticket:
     cancelled: bool = False
     cache_salt: str | None = None  # only prompts with the same salt share keys and values
     isolated: bool = False  # decoded alone, because a step of its group raised
-    new_tokens: int = field(default=0, repr=False)
+    num_new_tokens: int = field(default=0, repr=False)
     add_time: float = field(default_factory=time.perf_counter, repr=False)
     """`time.perf_counter`, in seconds, when the ticket was added; the other times use the same clock."""
     start_time: float = field(default=0.0, repr=False)
     first_commit_time: float = field(default=0.0, repr=False)
     sent: int | None = field(default=None, repr=False)
-    """Positions that the streamer has received; None before the first call."""
+    """Number of positions that the streamer has received; None before its first call."""
 
     @property
     def done(self) -> bool:
@@ -149,7 +149,7 @@ class Queue:
 
 
 class Group(Generic[S]):
-    """Rows that share model calls, as slots of one state. shared: the batch's model, which `model` may be a copy of."""
+    """Rows that share model calls: the slots of one state. model: the batch's model, `shared`, or a copy of it."""
 
     def __init__(self, key: Any, sampler: Any, state: S, row_bytes: int, model: Any, shared: Any):
         self.key, self.sampler, self.row_bytes = key, sampler, row_bytes
@@ -189,20 +189,18 @@ class Group(Generic[S]):
     def close(self) -> None:
         """Release resources after the last row."""
 
-    def make_room(self, max_slots: int, waiting: int, width: int, num_free: int = 1) -> None:
-        """Make `num_free` free slots of `width` columns, and more for `waiting` tickets; `max_slots` limits all."""
-        slots, columns = len(self.tickets), self.columns_for(width)
+    def make_room(self, max_slots: int, num_waiting: int, width: int, num_free: int = 1) -> None:
+        """Make `num_free` free slots of `width` columns, and more if `num_waiting` tickets wait; `max_slots` in all."""
+        num_slots, new_width = len(self.tickets), self.columns_for(width)
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
-        num_slots = slots
-        if len(occupied) + num_free > slots:
-            num_slots = self._next_size(slots, max_slots, waiting)
-        elif slots > max_slots:
-            num_slots = max_slots
-        if (num_slots, columns) != (slots, self.width):
-            self._resize(occupied, num_slots, columns)
+        if len(occupied) + num_free > num_slots:
+            num_slots = self._next_size(num_slots, max_slots, num_waiting)
+        num_slots = min(num_slots, max_slots)
+        if (num_slots, new_width) != (len(self.tickets), self.width):
+            self._resize(occupied, num_slots, new_width)
 
-    def _next_size(self, slots: int, max_slots: int, waiting: int) -> int:
-        return min(max_slots, slots + max(waiting, slots // 2, 1))
+    def _next_size(self, num_slots: int, max_slots: int, num_waiting: int) -> int:
+        return min(max_slots, num_slots + max(num_waiting, num_slots // 2, 1))
 
     def keep_slots(self, slots: Sequence[int]) -> None:
         if slots:
@@ -225,17 +223,17 @@ class Group(Generic[S]):
             self.tickets[slot] = ticket
         return slots
 
-    def _resize(self, occupied: Sequence[int], slots: int, columns: int) -> None:
-        """Resize to `slots` slots: first the `occupied` slots, then free slots, which hold stopped copies of a row."""
+    def _resize(self, occupied: Sequence[int], num_slots: int, width: int) -> None:
+        """Resize to `num_slots` slots: the `occupied` slots, then free slots, which hold stopped copies of a row."""
         first: int = occupied[0] if occupied else 0
-        rows = np.array([*occupied, *[first] * (slots - len(occupied))], np.int64)
-        state = select_rows(self.state, rows, columns - self.width)
-        if slots > len(occupied):
-            state.stop_rows(np.arange(len(occupied), slots))
+        rows = np.array([*occupied, *[first] * (num_slots - len(occupied))], np.int64)
+        state = select_rows(self.state, rows, width - self.width)
+        if num_slots > len(occupied):
+            state.stop_rows(np.arange(len(occupied), num_slots))
         self.state = state
         if self.has_row_model:
             self.model = select_rows(self.model, rows)
-        self.tickets = [*(self.tickets[slot] for slot in occupied), *[None] * (slots - len(occupied))]
+        self.tickets = [*(self.tickets[slot] for slot in occupied), *[None] * (num_slots - len(occupied))]
 
 
 class DeviceGroup(Group["MaskedState"]):
@@ -275,10 +273,10 @@ class DeviceGroup(Group["MaskedState"]):
         self.rows.replace_row(slot, state)
         return slots
 
-    def make_room(self, max_slots: int, waiting: int, width: int, num_free: int = 1) -> None:
+    def make_room(self, max_slots: int, num_waiting: int, width: int, num_free: int = 1) -> None:
         if self.rows is None and max_slots > len(self.tickets):
             self._resize([], max_slots, self.width)
-        super().make_room(max_slots, waiting, width, num_free)
+        super().make_room(max_slots, num_waiting, width, num_free)
 
     def compact(self) -> None:
         """Do nothing: all slots stay until the last row ends."""
@@ -287,15 +285,15 @@ class DeviceGroup(Group["MaskedState"]):
         if self.rows is not None:
             self.rows.close()
 
-    def _next_size(self, slots: int, max_slots: int, waiting: int) -> int:
+    def _next_size(self, num_slots: int, max_slots: int, num_waiting: int) -> int:
         return max_slots
 
-    def _resize(self, occupied: Sequence[int], slots: int, columns: int) -> None:
-        if self.rows is not None and slots != len(self.tickets):
-            self.rows.arrange(np.array(occupied), slots)
+    def _resize(self, occupied: Sequence[int], num_slots: int, width: int) -> None:
+        if self.rows is not None and num_slots != len(self.tickets):
+            self.rows.arrange(np.array(occupied), num_slots)
         elif self.rows is not None:
-            occupied = range(slots)  # rows stay where they are
-        super()._resize(occupied, slots, columns)
+            occupied = range(num_slots)  # rows stay where they are
+        super()._resize(occupied, num_slots, width)
 
 
 def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, uncapturable: str) -> bool:

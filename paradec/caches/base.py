@@ -21,7 +21,7 @@ class Part:
     valid: np.ndarray | None
     """[N, Q] bool; None without padding."""
     kind: str
-    """Positions: "full" (all), "rest" (all but reused prefixes and masks outside a suffix window), or "window"."""
+    """Positions: all ("full"), all but reused prefixes and masks outside a suffix window ("rest"), some ("window")."""
 
     @property
     def sizes(self) -> np.ndarray:

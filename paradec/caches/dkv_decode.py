@@ -70,17 +70,18 @@ class DkvDecode(SubsetCache):
         is_stable = self.is_stable(state, rows)
         if not state.facts.shift:
             return is_stable
-        right = np.ones_like(is_stable)
-        right[:, :-1] = is_stable[:, 1:]
+        is_right_stable = np.ones_like(is_stable)
+        is_right_stable[:, :-1] = is_stable[:, 1:]
         index, last = np.arange(len(rows)), state.length[rows] - 1
         # a row's last position predicts nothing; the public code caches it with its left neighbour, or always
-        right[index, last] = is_stable[index, last - 1]
-        both = is_stable & right
+        is_right_stable[index, last] = is_stable[index, last - 1]
+        is_pair_stable = is_stable & is_right_stable
         if self.shift_type == "un_right":
-            return both
-        right[index, last] = True
-        # for every type, a row's first step caches only the prompt
-        return np.where(state.row_step[rows, None] <= 1, both, right if self.shift_type == "un" else is_stable)
+            return is_pair_stable
+        is_right_stable[index, last] = True
+        is_cached = is_right_stable if self.shift_type == "un" else is_stable
+        # the first step of a row caches only the prompt
+        return np.where(state.row_step[rows, None] <= 1, is_pair_stable, is_cached)
 
     def is_stable(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """Find the positions that were evaluated after they were decided: [N, L] bool."""

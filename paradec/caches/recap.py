@@ -39,8 +39,8 @@ class RecapCache(StoredCache):
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         assert picks is not None  # requested by `facts.evaluates`
-        full = (picks < 0).all(1)
-        full_rows, local_rows = np.flatnonzero(full), np.flatnonzero(~full)
+        is_full = (picks < 0).all(1)
+        full_rows, local_rows = np.flatnonzero(is_full), np.flatnonzero(~is_full)
         # at most three calls in all
         parts = full_parts(state, full_rows, 1 if len(local_rows) else 3, self.shape_multiple) if len(full_rows) else []
         if not len(local_rows):

@@ -129,7 +129,7 @@ class KeyValueStore(Cache):
         self.step_at_write.view(-1).index_fill_(0, flat, call.step)
         if is_padded:
             self.token_at_write[:, self.slots] = -1
-        is_whole = query.kind in ("full", "rest") and query.visible is None
+        is_whole = query.kind in ("full", "rest") and query.visible is None  # kinds: see `caches.base.Part.kind`
         if is_whole and call.index is not None and query.forwarded is not None:
             filled = np.tile(query.forwarded, query.branches)
             self._filled_to[call.index] = self._loaded[call.index] + filled

@@ -74,7 +74,7 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     if facts.whole_blocks and not cache.facts.reads_final_only:
         return Verdict(REFUSED, f"{facts.name} chooses experts for whole blocks, which the cache cuts; use 'block'")
     if sampler.needs.stores_final and not cache.facts.reads_final_only:
-        return Verdict(REFUSED, "the sampler stores finished blocks alone, and the cache reads others too; use 'block'")
+        return Verdict(REFUSED, "the sampler stores only finished blocks, and the cache reads more; use 'block'")
     if sampler.needs.multi_step and not cache.facts.stateless and not cache.exact_for(facts.topology):
         return Verdict(
             REFUSED,

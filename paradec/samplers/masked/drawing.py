@@ -25,7 +25,7 @@ def draw_candidates(
     if generator is not None and sampler.weighs_mask(state):
         return reference.read_candidates(sampler, state, logits, query, generator)
     statistics = token_statistics if generator is None else reference.statistics
-    uses_raw, filters = needs.score_from == "raw", request.filters  # as opposed to tempered and filtered scores
+    uses_raw, filters = needs.score_from == "raw", request.filters  # raw scores ignore temperature and filters
     has_filters = filters != NO_FILTERS
     if request.temperature == 0 and (uses_raw or not has_filters):
         return statistics(logits, needs.reads)

@@ -198,8 +198,8 @@ class MaskedSampler(Sampler):
         return 2 * masks_at_open
 
     def trim(self, view: View, selected: Tensor) -> Tensor | None:
-        """Choose new, shorter lengths of rows after this step: [R] int64, `UNCUT` for rows to leave; None leaves all.
-        A length must end in the window and after the prompt. Not called with `eos_early_stop=False`."""
+        """Choose shorter lengths of rows after this step: [R] int64, each in the window and after the prompt. `UNCUT`
+        keeps a row's length, and None all lengths. Not called with `eos_early_stop=False`."""
         return None
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:

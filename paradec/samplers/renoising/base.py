@@ -57,8 +57,8 @@ class CanvasSampler(Sampler):
     """Base of the family. A subclass chooses the rule that keeps tokens (`rule_for`).
 
     Args:
-        max_denoising_steps: N, maximum number of steps of a canvas. A request's `steps`, for all canvases of a row
-            together, replaces it.
+        max_denoising_steps: N, maximum number of steps of a canvas. A request's `steps`, which is divided among the
+            canvases of a row, replaces it.
         t_min, t_max: the temperature falls from t_max, in N equal parts, towards t_min, which it does not reach.
         stability_threshold: number of earlier steps that must have the same best tokens as this one before a canvas may
             close early (before its N-th step).
@@ -263,7 +263,7 @@ class CanvasSampler(Sampler):
         rows, undecided, positions = proposal.rows, proposal.available, proposal.positions
         keys, steps = state.keys[state.index(rows)], state.index(state.row_step[rows])
 
-        def noise() -> Tensor:
+        def draw_noise() -> Tensor:
             return rng.uniform(keys, steps, positions, 1, rng.POSITION_STREAM).squeeze(-1)
 
         view = View(
@@ -278,8 +278,8 @@ class CanvasSampler(Sampler):
             current=state.noisy(rows),
             editable=torch.zeros_like(undecided),
             top=top_by_rank,
-            draw=noise,
-            choose=lambda scores, count: top_by_rank(scores + rng.gumbel(noise()), count),
+            draw=draw_noise,
+            choose=lambda scores, count: top_by_rank(scores + rng.gumbel(draw_noise()), count),
             ends=state.ends,
         )
         return run_select(state.rule, view) & undecided

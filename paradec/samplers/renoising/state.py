@@ -108,7 +108,7 @@ class DenoisingState(State):
         self._final = ~in_canvas | (column >= self.length[:, None]) | is_prompt
         self.total = (~self._final).sum(1)
         self.has_prompt_in_canvas = bool((in_canvas & is_prompt).any())
-        self._open_noise(np.arange(batch))
+        self._write_initial_noise(np.arange(batch))
 
     # ---- values ---------------------------------------------------------------------------------------------------
 
@@ -173,6 +173,7 @@ class DenoisingState(State):
         return torch.as_tensor(self.block_start[rows, None] + np.arange(self.width), device=self.canvas.device)
 
     def index(self, rows: np.ndarray) -> Tensor:
+        """Copy row numbers to the device."""
         return torch.as_tensor(rows, device=self.canvas.device)
 
     def noisy(self, rows: np.ndarray) -> Tensor:
@@ -209,9 +210,9 @@ class DenoisingState(State):
             shape = (len(rows), self.width)
             return torch.randint(vocab, shape, generator=generator, device=generator.device).to(positions.device)
         index = self.index(rows)
-        return noise(self.keys[index], self.index(self.row_step[rows]), positions, vocab, stream)
+        return draw_noise_tokens(self.keys[index], self.index(self.row_step[rows]), positions, vocab, stream)
 
-    def _open_noise(self, rows: np.ndarray) -> None:
+    def _write_initial_noise(self, rows: np.ndarray) -> None:
         if not len(rows):
             return
         positions = self.positions(rows)
@@ -240,7 +241,7 @@ class DenoisingState(State):
         self.canvas_step[rows] = self.num_waits[rows] = 0
         self.converged[rows] = False
         self.memory.reset(rows, "block")
-        self._open_noise(rows)
+        self._write_initial_noise(rows)
 
     def _stop(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
         """Apply the stop rules to running rows [R] that have closed canvases at `positions` [R, C]."""
@@ -287,7 +288,7 @@ FIRST_STREAM, NOISE_STREAM = 4, 5
 """Random streams (`paradec.core.rng`) of a canvas's initial tokens and of later noise."""
 
 
-def noise(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
+def draw_noise_tokens(keys: Tensor, step: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
     """Draw a uniform token per position: [R, C] int64. keys [R, 2], step [R], positions [R, C]: see `rng.uniform`."""
     uniform = rng.uniform(keys, step, positions, 1, stream).squeeze(-1)
     return (uniform * vocab).long()

@@ -235,7 +235,7 @@ class DeviceEngine:
         current = self.canvas[rows].gather(1, window.positions)  # [n, W]
         undecided = (current == self.mask_id) & valid & active.unsqueeze(1)
         self.remaining.index_copy_(0, rows, undecided.sum(1))
-        query, evaluated = self._query(kind, rows, active, length, width)
+        query, num_evaluated = self._query(kind, rows, active, length, width)
 
         logits = self.model(query) if self.store is None else self.model(query, self.store)
         sampler: Any = self.sampler
@@ -269,7 +269,7 @@ class DeviceEngine:
         self.decided.index_add_(0, rows, (selected & active.unsqueeze(1)).sum(1))
         step_count = active.long()
         is_full = step_count if kind == "full" else torch.zeros_like(step_count)
-        self.counts.index_add_(1, rows, torch.stack((step_count, step_count, step_count * evaluated, is_full)))
+        self.counts.index_add_(1, rows, torch.stack((step_count, step_count, step_count * num_evaluated, is_full)))
         self.row_step.index_add_(0, rows, step_count)
         self.block_step.index_add_(0, rows, step_count)
         ended = self._end_rows(rows, active, window, valid, written) if self.layout.stops else None

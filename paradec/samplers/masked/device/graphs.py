@@ -75,11 +75,11 @@ class StepLayout:
             capture=capture,
         )
 
-    def for_slots(self, slots: int) -> StepLayout:
-        """Make the layout for `slots` slots that are refilled: sizes are rounded up, so that later requests fit."""
+    def for_slots(self, num_slots: int) -> StepLayout:
+        """Make the layout for slots that are refilled: sizes are rounded up, so that later requests fit."""
         return replace(
             self,
-            batch=slots,
+            batch=num_slots,
             max_block_length=min(1 << (self.max_block_length - 1).bit_length(), self.columns),
             longest_plan=1 << (self.longest_plan - 1).bit_length(),
             rows_fill_canvas=False,

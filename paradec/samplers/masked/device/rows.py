@@ -21,13 +21,13 @@ from paradec.samplers.masked.state import MaskedState
 
 
 class DeviceRows:
-    """The slots of a group on the device: `slots` rows of one sampler and model. state: the first row, before its first
-    step; `device.step.why_unsupported` must accept this state. capture: whether to replay CUDA graphs."""
+    """Slots of a group on the device, for rows of one sampler and model. state: the first row, before its first step;
+    `device.step.why_unsupported` must accept this state. capture: whether to replay CUDA graphs."""
 
-    def __init__(self, sampler: Any, model: Any, state: MaskedState, slots: int, capture: bool = True):
+    def __init__(self, sampler: Any, model: Any, state: MaskedState, num_slots: int, capture: bool = True):
         self.sampler, self.model, self.capture = sampler, model, capture
         layout = StepLayout.from_state(sampler, state, block_table(state)[0], capture)
-        self._make_engine(layout.for_slots(slots))
+        self._make_engine(layout.for_slots(num_slots))
 
     @torch.inference_mode()
     def replace_row(self, slot: int, state: MaskedState) -> None:
@@ -42,9 +42,9 @@ class DeviceRows:
         self.engine.replace_rows(np.array([slot]), state, table)
 
     @torch.inference_mode()
-    def arrange(self, rows: np.ndarray, slots: int) -> None:
-        """Change the number of slots to `slots`. `rows` [N] move to the first slots; other rows are dropped."""
-        self._move_rows(rows, replace(self.engine.layout, batch=slots))
+    def arrange(self, rows: np.ndarray, num_slots: int) -> None:
+        """Change the number of slots. `rows` [N] move to the first slots; other rows are dropped."""
+        self._move_rows(rows, replace(self.engine.layout, batch=num_slots))
 
     @torch.inference_mode()
     def step(self) -> np.ndarray:

@@ -147,7 +147,7 @@ def _read_address(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def device_loop(
+def choose_loop(
     sampler: Any, model: Any, state: Any, callback: Any, streamer: Any, progress: bool = False
 ) -> Callable[..., Any]:
     """Choose the loop of a request with `compile=True`: `decode`, or `protocol.decode` with one warning."""

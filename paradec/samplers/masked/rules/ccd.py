@@ -40,9 +40,8 @@ class CCD(LowConfidence):
         entropy_threshold: in nats, at least 0; None commits only by the schedule (CCD). The paper gives no value. The
             default, 0.3, is about the entropy of a token with probability 0.9 and one alternative.
 
-    Confidence is the probability of the best token. Positions that a cache does not evaluate in a step are not in its
-    buffer; distributions of earlier steps still age. (history - 1) * buffer distributions are stored in float32: 4 MB
-    per row at the defaults and 126,464 tokens.
+    Confidence is the probability of the best token. A step's buffer has only positions that the cache evaluates in this
+    step. (history - 1) * buffer distributions are stored in float32: 4 MB per row at the defaults and 126,464 tokens.
     """
 
     history: int = 3

@@ -69,10 +69,10 @@ class CCDAgree(LowConfidence):
         scheduled, buffer = view.top(scores, b), view.memory["buffer"]
         is_same = view.quantities["best_token"] == view.memory["best"]
         agreed = view.top(scores, self.buffer_size(view)) & buffer & is_same
-        enough = (scheduled & buffer).any(1) & (agreed.sum(1) >= b) & (view.memory["step"] >= self.warmup)
+        has_enough = (scheduled & buffer).any(1) & (agreed.sum(1) >= b) & (view.memory["step"] >= self.warmup)
         if not self.adaptive:
             agreed = view.top(scores.masked_fill(~agreed, -torch.inf), b)
-        return torch.where(enough.unsqueeze(1), agreed, scheduled)
+        return torch.where(has_enough.unsqueeze(1), agreed, scheduled)
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:
         return {

@@ -41,9 +41,9 @@ class Credit(MaskedSampler):
     Each row's credit starts at 0 in every block. The best token gets credit, even if another token is drawn at
     temperature > 0. At positions that a cache does not evaluate in a step, credit neither grows nor decays.
 
-    Third parties report the defaults for the paper's final version, but a threshold of 0.95. Presets "dinfer" and
-    "sglang" have the settings of these projects. SGLang's code compares the larger of the raw and the fused probability
-    with the threshold, and a token that takes over a slot inherits its credit. Neither is implemented here.
+    Except for `threshold` (0.95 there), the defaults are those that third parties report for the paper's final version.
+    Presets "dinfer" and "sglang" have the settings of these projects. SGLang's code compares the larger of the raw and
+    the fused probability with the threshold, and lets a token that takes over a slot inherit its credit; not so here.
     """
 
     threshold: float = 0.9

@@ -18,8 +18,8 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class DreamSampler(MaskedSampler):
-    """Commit a share 1 - s/t of the masked positions per step, the most confident first. t and the next s are
-    neighbours in the time grid linspace(1, eps, steps + 1).
+    """Commit a share 1 - s/t of the masked positions per step, the most confident first, where s follows t in the time
+    grid linspace(1, eps, steps + 1).
 
     Args:
         alg_temp: a value above 0 (at least 1e-6) draws positions without replacement from softmax(score / alg_temp).

@@ -23,9 +23,9 @@ class Editing(MaskedSampler):
     confidence > editing_threshold. When no mask is left, steps continue in the block until a step edits nothing.
 
     Args:
-        threshold: confidence that fills a mask (mask to token), in [0, 1].
-        editing_threshold: confidence that replaces a token (token to token), in [0, 1]; 1 edits nothing and needs no
-            extra step. (diffusers turns editing off with 0; here 0 replaces every token that is not the model's best.)
+        threshold: confidence above which a mask is filled (mask to token), in [0, 1].
+        editing_threshold: confidence above which a token is replaced (token to token), in [0, 1]; 1 edits nothing and
+            needs no extra step. (diffusers turns editing off with 0; here 0 replaces every token that is not the best.)
         max_post_steps: maximum number of a block's steps after its last mask is filled.
         least: a step fills at least this many masks, the best ones; at least 1 (the code's `num_to_transfer`).
         end: "step" ends a row at an end token once a step has left all tokens up to it unchanged. "block" ends the row

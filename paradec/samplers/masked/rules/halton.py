@@ -14,7 +14,7 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class Halton(InOrder, MaskGIT):
-    """Per row and step, commit the next `quota` positions of the Halton order, at any confidence.
+    """Per row and step, commit the next positions of the Halton order, at any confidence; `schedule` sets the number.
 
     The answer is an image in raster order. Point n of the two-dimensional Halton sequence (n = 1, 2, ...; base 2 gives
     the row, base 3 the column) falls into a cell. Cells are decided in the order of their first points.

@@ -79,11 +79,11 @@ class Learn2PD(MaskedSampler):
         trained = load_filter(path).facts
         length = blocks.length if isinstance(blocks, FixedBlocks) else None
         length = longest if isinstance(blocks, WholeCanvas) else length
-        differs = trained.mismatches(facts.name, facts.vocab_size, length, cache.name)
-        if differs and not self.allow_mismatch:
+        differences = trained.mismatches(facts.name, facts.vocab_size, length, cache.name)
+        if differences and not self.allow_mismatch:
             raise ValueError(
-                f"filter={str(path)!r} was trained for {'; '.join(differs)}. Train one with `paradec learn2pd train`, "
-                "change the request, or give allow_mismatch=True"
+                f"filter={str(path)!r} was trained for {'; '.join(differences)}. Train one with `paradec learn2pd "
+                "train`, change the request, or give allow_mismatch=True"
             )
         if trained.kind == "block" and (length is None or length > trained.block_length):
             raise ValueError(

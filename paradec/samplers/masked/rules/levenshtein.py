@@ -33,8 +33,8 @@ class Levenshtein(MaskedSampler):
     written at its position. A block of B positions needs at most B + max_post_steps + 1 steps.
 
     Args:
-        threshold: confidence that fills a mask, in [0, 1].
-        editing_threshold: confidence that replaces a token, in [0, 1].
+        threshold: confidence above which a mask is filled, in [0, 1].
+        editing_threshold: confidence above which a token is replaced, in [0, 1].
         max_post_steps: maximum number of steps of a block after its initial masks are filled; 0 closes it at once.
         delete_token_id, split_token_id: ids that predict a deletion and a split; None uses the model's.
 

@@ -63,21 +63,21 @@ class LPD(InOrder):
             total = f"groups={short_repr(self.groups)} add up to {sum(self.groups)}"
             raise ValueError(f"{total}; the picture has {cells} cells")
 
-    def sizes(self, state: MaskedState, row: int, masks: int) -> tuple[int, ...]:
-        """Compute the group sizes of a row with `masks` masks."""
+    def sizes(self, state: MaskedState, row: int, num_masks: int) -> tuple[int, ...]:
+        """Compute the group sizes of a row with `num_masks` masks."""
         if isinstance(self.groups, tuple):
-            return self.groups if sum(self.groups) == masks else scale_sizes(self.groups, masks)
+            return self.groups if sum(self.groups) == num_masks else scale_sizes(self.groups, num_masks)
         num_groups = self.groups if isinstance(self.groups, int) else None
         if num_groups is None and state.steps_per_block is not None:
             num_groups = int(state.steps_per_block[row])
-        return group_sizes(masks, None if num_groups is None else min(num_groups, masks))
+        return group_sizes(num_masks, None if num_groups is None else min(num_groups, num_masks))
 
     def quota(self, state: MaskedState, rows: np.ndarray) -> np.ndarray:
         """Return the next group's size; for the last group, the number of remaining positions: [R] int64."""
         num_granted = state.remaining[rows].copy()
         for index, row in enumerate(rows):
-            step, masks = int(state.block_step[row]), int(state.masks_at_open[row])
-            sizes = self.sizes(state, row, masks) if masks else ()
+            step, num_masks = int(state.block_step[row]), int(state.masks_at_open[row])
+            sizes = self.sizes(state, row, num_masks) if num_masks else ()
             if step < len(sizes) - 1:
                 num_granted[index] = min(sizes[step], num_granted[index])
         return num_granted
@@ -93,9 +93,8 @@ class LPD(InOrder):
                 is_decided = np.zeros(height * width, bool)  # cells of the image outside the row count as undecided
                 prompt_cells = is_prompt[row, max(start, 0) : start + height * width]
                 is_decided[max(-start, 0) :][: len(prompt_cells)] = prompt_cells
-                masks = int((~is_decided).sum())
                 repulsion = lpd_repulsion(height * width) if self.repulsion is None else self.repulsion
-                sizes = self.sizes(state, row, masks)
+                sizes = self.sizes(state, row, num_masks=int((~is_decided).sum()))
                 key = (keys[row][0], keys[row][1])
                 order = lpd_ranks(height, width, sizes, repulsion, self.proximity, key, is_decided.tobytes())
                 rank_of_position[index] = order[np.clip(window.host_positions[index] - start, 0, len(order) - 1)]

@@ -26,12 +26,12 @@ SCHEDULES = ("cosine", "arccos", "linear", "power")
 
 @dataclass(frozen=True)
 class MaskGIT(MaskedSampler):
-    """Per row and step, draw a token everywhere, and commit the `quota` positions with the highest
+    """Per row and step t = 0 ... T - 1, draw a token everywhere, and commit the positions with the highest
 
-            ln p(token) + choice_temperature * (1 - (t + 1) / T) * Gumbel noise
+            ln p(token) + choice_temperature * (1 - (t + 1) / T) * Gumbel noise.
 
-    at step t = 0 ... T - 1. Set `steps` (T; 8 to 12 in the paper) and `temperature=1`, as in the paper. The defaults of
-    `paradec.generate` commit one token per step, without a draw.
+    Set `steps` (T; 8 to 12 in the paper) and `temperature=1`, as in the paper. With the defaults of `paradec.generate`,
+    a step commits one token, without a draw.
 
     Args:
         schedule: number of masks, of n initial ones, that remain after step t. With r = (t + 1) / T: "cosine" n cos(pi
@@ -78,7 +78,7 @@ class MaskGIT(MaskedSampler):
         plans, plan_index = np.unique(np.stack((state.masks_at_open[rows], steps)), axis=1, return_inverse=True)
         for index, (masks, planned) in enumerate(plans.T):  # rows nearly always share one plan
             is_early = (plan_index.reshape(-1) == index) & (step < planned - 1)
-            quota[is_early] = np.array(counts(self.schedule, int(masks), int(planned)))[step[is_early]]
+            quota[is_early] = np.array(commit_counts(self.schedule, int(masks), int(planned)))[step[is_early]]
         return np.minimum(quota, remaining)
 
     def block_progress(self, state: MaskedState, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -151,10 +151,10 @@ def noisy_scores(view: View) -> Tensor:
 
 
 @lru_cache(maxsize=1024)
-def counts(schedule: str, masks: int, steps: int) -> tuple[int, ...]:
-    """Divide `masks` positions into `steps` <= masks counts of at least 1. Where the schedule gives 0, the count is 1,
-    and other counts shrink: with "cosine", "arccos" and "linear" the next counts; with "power" the last count, as in
-    the public code, and the largest counts where the last one would be less than 1."""
+def commit_counts(schedule: str, num_masks: int, steps: int) -> tuple[int, ...]:
+    """Compute how many of `num_masks` positions each of `steps` <= num_masks steps commits, at least 1. Where the
+    schedule gives 0, the count is 1, and other counts shrink: with "cosine", "arccos" and "linear" the next counts;
+    with "power" the last count, as in the public code, and the largest counts if the last would be less than 1."""
     ratio = (np.arange(steps) + 1) / steps
     masks_left = {
         "cosine": np.cos(math.pi / 2 * ratio),
@@ -162,16 +162,16 @@ def counts(schedule: str, masks: int, steps: int) -> tuple[int, ...]:
         "linear": 1 - ratio,
         "power": 1 - ratio**2.5,
     }[schedule]
-    masks_left = np.floor(masks * masks_left).astype(int)
+    masks_left = np.floor(num_masks * masks_left).astype(int)
     masks_left[-1] = 0
     if schedule == "power":
-        num_committed = np.maximum(-np.diff(masks_left, prepend=masks), 1)
-        num_committed[-1] = masks - num_committed[:-1].sum()
+        num_committed = np.maximum(-np.diff(masks_left, prepend=num_masks), 1)
+        num_committed[-1] = num_masks - num_committed[:-1].sum()
         while num_committed[-1] < 1:
             num_committed[:-1][num_committed[:-1].argmax()] -= 1
             num_committed[-1] += 1
         return tuple(num_committed.tolist())
-    result, remaining = [], masks
+    result, remaining = [], num_masks
     for step in range(steps):
         result.append(int(np.clip(remaining - masks_left[step], 1, remaining - (steps - 1 - step))))
         remaining -= result[-1]

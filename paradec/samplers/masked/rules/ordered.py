@@ -20,8 +20,8 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedSt
 
 @dataclass(frozen=True)
 class InOrder(MaskedSampler):
-    """Per row and step, commit the next `quota` positions in an order that is known before the model is called. The
-    answer is an image in raster order. A subclass implements `ranks` and `quota`."""
+    """Commit positions in an order that is known before the model is called. The answer is an image in raster order. A
+    subclass implements `ranks`, the order, and `quota`, the number of positions per step."""
 
     height: int | None = None
     width: int | None = None

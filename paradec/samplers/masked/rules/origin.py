@@ -18,9 +18,9 @@ from paradec.samplers.masked.state import MaskedState
 
 @dataclass(frozen=True)
 class Origin(MaskedSampler):
-    """Commit each masked position with probability 1 - s/t. t and the next s are neighbours in the time grid
-    linspace(1, eps, steps + 1). The last step commits all remaining positions. Positions are random even at temperature
-    0. A step may commit nothing; `steps` bounds the number of steps.
+    """Commit each masked position with probability 1 - s/t, where s follows t in the time grid linspace(1, eps, steps +
+    1). The last step commits all remaining positions. Positions are random even at temperature 0. A step may commit
+    nothing; `steps` bounds the number of steps.
 
     Args:
         eps: end of the time grid.

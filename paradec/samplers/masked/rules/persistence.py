@@ -20,7 +20,7 @@ class Persistence(LowConfidence):
     token has been the same for `persist` steps, including this one.
 
     Args:
-        threshold: confidence at which a token is committed outside of the schedule, in [0, 1].
+        threshold: confidence that a token needs to be committed in addition to the schedule, in [0, 1].
         persist: required number of consecutive steps with the same best token, at least 1.
         end_threshold: confidence that an end token needs, in [0, 1]. If every candidate is an end token below this, the
             best position becomes final anyway.

@@ -25,8 +25,8 @@ def _fractions(steps: int, eps: float) -> np.ndarray:
 
 
 def time_grid(remaining: np.ndarray, step: np.ndarray, steps: np.ndarray, eps: float) -> np.ndarray:
-    """Compute Dream's schedule: a share 1 - s/t of a row's undecided positions, rounded down; in the last step, all.
-    t and the next s are neighbours in linspace(1, eps, steps + 1). (The public code takes the batch's mean number.)"""
+    """Compute Dream's schedule: a share 1 - s/t of a row's undecided positions, rounded down, where s follows t in
+    linspace(1, eps, steps + 1); in the last step, all. (The public code takes the batch's mean number.)"""
     share = time_share(step, steps, eps)
     # float32 products as in the reference
     return np.where(step >= steps - 1, remaining, (remaining.astype(np.float32) * share).astype(np.int64))

@@ -90,5 +90,5 @@ class Threshold(MaskedSampler):
 def select_at_least(view: View, selected: Tensor, least: Any) -> Tensor:
     """Keep `selected` [R, W] in rows where it has `least` ([R] or a number) positions; else select the best `least`."""
     least = torch.as_tensor(least, device=selected.device)
-    enough = selected.sum(1) >= least
-    return torch.where(enough.unsqueeze(1), selected, view.top(view.scores, least.expand(len(selected))))
+    has_enough = selected.sum(1) >= least
+    return torch.where(has_enough.unsqueeze(1), selected, view.top(view.scores, least.expand(len(selected))))

@@ -322,10 +322,10 @@ def test_custom_subclasses_are_not_supported() -> None:
 def test_unsupported_requests_fall_back_with_one_warning(sampler: str, callback: object, reason: str) -> None:
     method, state = start(sampler, MODELS["same"])
     with pytest.warns(UserWarning, match=f"compile=True has no effect: {reason}") as caught:
-        loop = device_step.device_loop(method, MODELS["same"], state, callback, None)
+        loop = device_step.choose_loop(method, MODELS["same"], state, callback, None)
     assert loop is decode and len(caught) == 1
     method, state = start("threshold", MODELS["same"])
-    assert device_step.device_loop(method, MODELS["same"], state, None, None) is not decode
+    assert device_step.choose_loop(method, MODELS["same"], state, None, None) is not decode
 
 
 def test_a_step_that_cannot_be_captured_runs_in_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ def test_a_step_that_cannot_be_captured_runs_in_the_plain_loop(monkeypatch: pyte
     decode(method, model, plain)
     method, state = start("threshold", model, cache="dual")
     with torch.inference_mode(), pytest.warns(UserWarning, match="no effect: a step .* it waits") as caught:
-        device_step.device_loop(method, model, state, None, None)(method, model, state, None)
+        device_step.choose_loop(method, model, state, None, None)(method, model, state, None)
     assert len(caught) == 1 and not model.engines
     assert torch.equal(state.canvas, plain.canvas) and (state.counts == plain.counts).all()
 

@@ -12,7 +12,7 @@ import paradec
 from paradec import samplers
 from paradec.models.images.uvit import UViTModel
 from paradec.samplers.masked.rules.halton import halton_order
-from paradec.samplers.masked.rules.maskgit import SCHEDULES, counts
+from paradec.samplers.masked.rules.maskgit import SCHEDULES, commit_counts
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def commits_of(out: paradec.Output) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("masks", "steps"), [(1, 1), (5, 5), (16, 3), (64, 32), (64, 64), (256, 8), (256, 100)])
 def test_every_step_commits_and_together_they_commit_all(schedule: str, masks: int, steps: int) -> None:
-    step_counts = counts(schedule, masks, steps)
+    step_counts = commit_counts(schedule, masks, steps)
     assert len(step_counts) == steps and sum(step_counts) == masks and min(step_counts) >= 1
 
 
@@ -42,7 +42,7 @@ def test_every_step_commits_and_together_they_commit_all(schedule: str, masks: i
     ],
 )
 def test_remaining_masks_follow_the_schedule(schedule: str, masked_share: Any) -> None:
-    remaining = 1024 - np.cumsum(counts(schedule, 1024, 8))
+    remaining = 1024 - np.cumsum(commit_counts(schedule, 1024, 8))
     expected = [math.floor(1024 * masked_share((t + 1) / 8) + 1e-9) for t in range(7)]
     assert np.abs(remaining[:-1] - expected).max() <= 1 and remaining[-1] == 0
 
@@ -59,13 +59,13 @@ def test_masks_left_are_those_of_diffusers_amused(masks: int, steps: int) -> Non
         logits = torch.randn(1, masks, 9, generator=generator)
         sample = scheduler.step(logits, timestep, sample, generator=generator).prev_sample
         theirs.append(int((sample == 9).sum()))
-    assert (masks - np.cumsum(counts("cosine", masks, steps))).tolist() == theirs
+    assert (masks - np.cumsum(commit_counts("cosine", masks, steps))).tolist() == theirs
 
 
 def test_without_noise_the_most_confident_come_first(model: UViTModel) -> None:
     sampler = samplers.create("maskgit", choice_temperature=0)
     state = sampler.start(model, [[model.class_token(1)]], steps=5)
-    for expected in counts("cosine", 16, 5):
+    for expected in commit_counts("cosine", 16, 5):
         proposal = sampler.step(model, state)
         before = state.canvas.clone()
         sampler.commit(state, proposal)
@@ -134,7 +134,7 @@ def test_halton_order_begins_with_the_sequence() -> None:
 def test_halton_commits_in_order(model: UViTModel) -> None:
     out = paradec.generate(model, [[model.class_token(2)]], sampler="halton", steps=4, temperature=1.0, trace=True)
     order = halton_order(4, 4).argsort()
-    edges = np.cumsum((0, *counts("arccos", 16, 4)))
+    edges = np.cumsum((0, *commit_counts("arccos", 16, 4)))
     expected = [sorted(order[a:b].tolist()) for a, b in zip(edges[:-1], edges[1:], strict=True)]
     assert [[position for position, _ in step] for step in commits_of(out)] == expected
 

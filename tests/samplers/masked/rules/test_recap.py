@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import paradec
 from paradec.models.checkpoint import CheckpointError
 from paradec.models.images.uvit import UViTModel, load_uvit
-from paradec.samplers.masked.rules.maskgit import counts
+from paradec.samplers.masked.rules.maskgit import commit_counts
 from paradec.samplers.masked.rules.recap import Recap
 
 TRACES = GOLDEN / "recap"
@@ -114,7 +114,7 @@ def test_replays_the_reference(path: Path) -> None:
     assert settings["null_class"] == model.module.classes - 1
     step, total = np.arange(settings["gen_step"]), np.full(settings["gen_step"], settings["gen_step"])
     recorded_schedule = case["schedule"]
-    sizes, group_of_step = np.array(counts("power", positions, settings["gen_step"])), sampler.group_index(step)
+    sizes, group_of_step = np.array(commit_counts("power", positions, settings["gen_step"])), sampler.group_index(step)
     local = [sizes[group_of_step == group].tolist() for group in range(group_of_step[-1] + 1)]
     assert recorded_schedule["local_tokens"] == local
     assert recorded_schedule["group_tokens"] == [sum(group_sizes) for group_sizes in local]
@@ -183,7 +183,7 @@ def assert_schedule(row: dict[str, Any]) -> None:
     group = sampler.group_index(step)
     assert_guidance(sampler, row["cfg"])
     if min(map(min, row["local_tokens"])) > 0:
-        sizes = np.array(counts("power", row["seq_len"], row["T"]))
+        sizes = np.array(commit_counts("power", row["seq_len"], row["T"]))
         assert [sizes[group == g].tolist() for g in range(group[-1] + 1)] == row["local_tokens"]
     assert [int((group == g).sum()) for g in range(group[-1] + 1)] == list(map(len, row["local_tokens"]))
     noises = sampler.noise_at(step, total)[sampler.index_in_group(step) == 0]
@@ -194,7 +194,7 @@ def assert_schedule(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("masks", "steps", "full", "local"), [(64, 32, 12, 1), (64, 15, 3, 2), (256, 15, 3, 2)])
 def test_corrected_schedules(masks: int, steps: int, full: int, local: int) -> None:
     """paradec's counts are positive and sum to all masks where the reference has a negative count or loses tokens."""
-    sizes = counts("power", masks, steps)
+    sizes = commit_counts("power", masks, steps)
     assert sum(sizes) == masks and min(sizes) >= 1 and len(sizes) == steps
     lengths = np.bincount(Recap(local_steps=local, full_groups=full).group_index(np.arange(steps)))
     assert lengths.tolist() == [1] * full + [local + 1] * ((steps - full) // (local + 1))
@@ -269,7 +269,7 @@ def test_local_steps_evaluate_only_their_targets() -> None:
     sampler = Recap(local_steps=1, full_groups=1)
     request = {"sampler": sampler, "steps": 5, "temperature": 1.0, "trace": True}
     out = paradec.generate(model, prompts(model, 1), cache="recap", **request)
-    sizes = counts("power", 16, 5)
+    sizes = commit_counts("power", 16, 5)
     expected = [17, 17, 1 + sizes[1] + sizes[2], 17, 1 + sizes[3] + sizes[4]]
     assert [step.forwarded for step in out.trace.steps] == [[n] for n in expected]
     assert [len(step.commits) for step in out.trace.steps] == list(sizes)
