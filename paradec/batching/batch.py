@@ -85,7 +85,7 @@ class Batch:
             `seed`, one seed is drawn for all.
 
     Raises:
-        TypeError: the model's kind is not supported. ValueError: an argument out of its range, or not for batches.
+        TypeError: the model's kind is not supported. ValueError: an argument is out of range, or not for batches.
     """
 
     capture: ClassVar[bool] = True  # whether compile=True captures CUDA graphs; False runs the same steps on any device
@@ -492,8 +492,8 @@ class Batch:
         return tickets
 
     def _isolate(self, group: Group) -> list[Ticket]:
-        """Requeue the rows of a group whose step raised, to decode each row alone. Returns the tickets that were alone
-        already and so have failed."""
+        """Requeue the rows of a group whose step raised, to decode each alone. Returns the tickets that have failed,
+        which were alone already."""
         tickets = self._requeue(group)
         failed = [ticket for ticket in tickets if ticket.isolated]
         for ticket in failed:
@@ -504,7 +504,7 @@ class Batch:
 
     def _shrink(self, group: Group, keep_older: bool) -> list[Ticket]:
         """Requeue the younger half of a group that ran out of memory, and limit the positions evaluated together.
-        keep_older: False requeues all rows. Returns the ticket of a row that has failed, since it was already alone."""
+        keep_older: False requeues all rows. Returns the ticket that has failed, if the row was alone in the batch."""
         tickets = sorted((ticket for ticket in group.tickets if ticket is not None), key=lambda ticket: ticket.number)
         self._max_positions, failed = max(1, len(tickets) // 2) * group.width, list[Ticket]()
         if len(tickets) == 1 and self.occupied == 1:

@@ -43,7 +43,7 @@ def copy_rows(state: RowState, slots: Sequence[int]) -> Any:
 def build_outputs(
     model: Any, state: RowState, slots: Sequence[int], tickets: Sequence[Ticket], error: Exception | None
 ) -> list[Output]:
-    """Build the output of each of these rows of a state, as if it had been decoded alone."""
+    """Build one output per row of the `slots`, as if the row had been decoded alone."""
     hole_id = model.facts.hole_id
     if len(slots) > 1 and any(hole_id in ticket.prompts.rows[0] for ticket in tickets):
         # one prompt with holes would make the texts of all rows include their prompts

@@ -46,8 +46,8 @@ class Prefixes:
     # ---- new rows -------------------------------------------------------------------------------------------------
 
     def begin(self, state: Any, tickets: Sequence[Ticket], waiting: Sequence[Ticket], groups: Sequence[Group]) -> None:
-        """Fill new rows with prefixes from the tree or from running rows. A prefix that several new or waiting prompts
-        share, but nothing stores yet, is first evaluated once."""
+        """Fill new rows with prefixes from the tree or from running rows. If several new or waiting prompts share a
+        prefix that is not stored, this prefix is evaluated once beforehand."""
         if why_unshared(self.model, state) is not None:
             return
         if (fingerprint := fingerprint_weights(self.model.module)) != self._fingerprint:
@@ -94,7 +94,7 @@ class Prefixes:
         return key
 
     def _extends_tree(self, group: Group, slot: int, state: Any, tickets: Sequence[Ticket]) -> bool:
-        """Whether a running row shares more tokens with one of these prompts than the tree stores."""
+        """Whether a running row shares a longer prefix with one of the `tickets` than the tree stores."""
         ticket = group.tickets[slot]
         assert ticket is not None
         row, scope = ticket.prompts.rows[0], sharing_key(group.state, ticket)
@@ -133,13 +133,13 @@ class Prefixes:
             prefix = KeptPrefix(self.model.module, [tokens[:count]], cached, True)
             store.load(prefix, np.zeros(1, np.int64), np.array([count]))
         evaluate(self.model, store, tokens, count, state.causal_keys)
-        self.tree.add(tokens, _row_of(store, 0, 0, len(tokens)), 0, scope)
+        self.tree.add(tokens, _read_row(store, 0, 0, len(tokens)), 0, scope)
         state._calls.append(CallCost(np.array([row]), 1, None, np.array([len(tokens) - count]), False))
 
     # ---- decoded rows ---------------------------------------------------------------------------------------------
 
     def store_rows(self, group: Group, slots: Sequence[int]) -> None:
-        """Add the final tokens of these slots to the tree, between two steps."""
+        """Add keys and values of the slots' final tokens to the tree. Call this between two steps."""
         state = group.state
         if not slots or why_unshared(self.model, state) is not None:
             return
@@ -152,7 +152,7 @@ class Prefixes:
             count = int(intact[slot]) if ticket.prompts.images is None else 0
             tokens, scope = state.canvas[slot, :count].tolist(), sharing_key(state, ticket)
             num_cached = self.tree.count(tokens, scope)
-            self.tree.add(tokens, _row_of(state.store, slot, num_cached, count), num_cached, scope)
+            self.tree.add(tokens, _read_row(state.store, slot, num_cached, count), num_cached, scope)
 
     def forget(self, ticket: Ticket) -> None:
         self._start_weights.pop(ticket.number, None)
@@ -186,7 +186,7 @@ def sharing_key(state: Any, ticket: Ticket) -> Hashable:
     return ticket.cache_salt, str(state.store.dtype), state.causal_keys
 
 
-def _row_of(store: Any, row: int, start: int, stop: int) -> dict[int, tuple[Tensor, Tensor]]:
+def _read_row(store: Any, row: int, start: int, stop: int) -> dict[int, tuple[Tensor, Tensor]]:
     """Read keys and values [stop - start, kv_heads, head_dim] of one row of a store, per layer."""
     return {
         layer: (keys[row, start:stop], store.layer_values[layer][row, start:stop])

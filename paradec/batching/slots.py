@@ -190,7 +190,7 @@ class Group(Generic[S]):
         """Release resources after the last row."""
 
     def make_room(self, max_slots: int, num_waiting: int, width: int, num_free: int = 1) -> None:
-        """Make `num_free` free slots of `width` columns, and more if `num_waiting` tickets wait; `max_slots` in all."""
+        """Make `num_free` free slots of `width` columns, more for `num_waiting` tickets, at most `max_slots` in all."""
         num_slots, new_width = len(self.tickets), self.columns_for(width)
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
         if len(occupied) + num_free > num_slots:

@@ -56,11 +56,11 @@ class PrefixTree:
         return count
 
     def count(self, tokens: Sequence[int], scope: Hashable = None) -> int:
-        """Count the leading tokens in the tree. scope: only entries added with an equal scope are found."""
+        """Count the leading `tokens` that the tree stores. scope: only entries added with an equal scope are found."""
         return len(self._path(tokens, scope)) * self.block
 
     def find(self, tokens: Sequence[int], scope: Hashable = None) -> tuple[int, Layers]:
-        """Count the leading tokens in the tree, and copy their keys and values."""
+        """Count the leading `tokens` that the tree stores, and copy their keys and values."""
         path = self._path(tokens, scope)
         self._touch(path)
         if not path:

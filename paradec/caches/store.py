@@ -44,7 +44,7 @@ class KeyValueStore(Cache):
     _filled_to: np.ndarray = field(metadata=ROWS)
     """[rows] int64 on the host: all slots below this one are filled."""
     _loaded: np.ndarray = field(metadata=ROWS)
-    """[rows] int64 on the host: slots filled from a prefix."""
+    """[rows] int64 on the host: number of slots filled from a prefix."""
 
     def __init__(self, rows: int, length: int, device: torch.device, dtype: torch.dtype | None = None, start: int = 0):
         super().__init__(layers=[])

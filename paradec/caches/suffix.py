@@ -27,8 +27,8 @@ position instead of the step."""
 class Suffix:
     """Masks after the open block to evaluate. They are chosen when a block opens, and keep their position ids.
 
-    Tokens of the prompt are always evaluated, and count in distances. A row's masks depend only on its seed, its prompt
-    and the block's position. The default is "cut": in our measurements DPad's random choice gave equal answers
+    Tokens of the prompt are always evaluated, and distances include them. A row's masks depend only on its seed, its
+    prompt and the block's position. The default is "cut": in our measurements DPad's random choice gave equal answers
     (docs/caches.md). DPad's early termination is `eos_early_stop`, which does not wait for the block's end.
 
     Args:

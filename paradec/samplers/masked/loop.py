@@ -181,8 +181,8 @@ class MaskedSampler(Sampler):
         return {}
 
     def process_logits(self, logits: Tensor, stage: Stage) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Process logits [R, W, V] -> [R, W, V] before tokens are chosen, not in place. Also return tensors [R, ...]
-        by name for `view.updates`. The commit writes tensors with the name of a memory tensor to the memory."""
+        """Process logits [R, W, V] before tokens are chosen, not in place: [R, W, V]. Also return tensors [R, ...] by
+        name for `view.updates`; the commit writes those named like a memory tensor to the memory."""
         return logits, {}
 
     def extra_quantities(self, state: MaskedState, proposal: MaskedProposal) -> Mapping[str, Tensor]:
@@ -494,8 +494,8 @@ def build_query(state: MaskedState, part: Part) -> WindowQuery:
 
 
 def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | None]:
-    """Find the columns of a part's call with the logits of its N rows' windows: [branches * N, W]. Also return which
-    window positions the part evaluates: [N, W] bool, None for all."""
+    """Find the columns of a part's call that give the logits of its N rows' windows: [branches * N, W]. Also return
+    which window positions the part evaluates: [N, W] bool, None for all."""
     source = state.window.host_positions
     if len(part.index) < len(source):
         source = source[part.index]

@@ -77,8 +77,8 @@ class FreeDave(DraftingSampler):
     Args:
         base: the sampler whose steps are run: a name, a masked sampler, or its `to_dict`. The default commits one token
             per step, as in the paper.
-        draft_steps: K, the number of steps that a forward evaluates, including the row's current step: from 1 (only the
-            base) to 64. The public code has 4 for LLaDA, and 8 for Dream and TraDo.
+        draft_steps: K, number of steps that a forward evaluates, including the row's current step; 1 (only the base) to
+            64. The public code has 4 for LLaDA, and 8 for Dream and TraDo.
         draft_mode: "batch" evaluates each draft as a row, which reads a copy of the stored keys and values. "tree" (the
             public code's default) puts a row's drafts into one row, which reads the store once. There, each draft
             attends only to itself; the model's attention must accept a mask for this. The result is the same.
@@ -86,13 +86,13 @@ class FreeDave(DraftingSampler):
             an accepted draft commits all the draft's tokens. This saves forwards, but tokens differ from the base's.
             Preset "freedave++" has "subset" and 0.95, the threshold of the paper's code.
 
-    The method is faster with few rows and short windows, for which K times the positions cost hardly more. Forwarded
-    tokens count every draft. Not supported: caches whose plan depends on the number of steps, blocks and early stops
+    The method pays off with few rows and short windows, where K times the positions cost hardly more. Forwarded tokens
+    count every draft. Not supported: caches whose plan depends on the number of steps, blocks and early stops
     that depend on logits, and `rng="reference"`. The public code's eager mode, which drafts into the next block, is not
     implemented.
 
-    Raises ValueError for a setting out of its range, or a base whose steps cannot be drafted: it takes tokens back, has
-    drafts itself, or has blocks that depend on logits; for "subset", it has a memory or a schedule.
+    Raises ValueError for a setting out of its range, or a base that takes tokens back, drafts by itself, or has blocks
+    that depend on logits; with "subset" also for a base with a memory or a schedule.
     """
 
     base: Any = "low_confidence"
@@ -138,7 +138,7 @@ class FreeDave(DraftingSampler):
 
     def query(self, state: MaskedState) -> list[WindowQuery]:
         rows = state.window.rows
-        # a block has no more steps left than masks (each step commits a token unless `may_wait`) or planned steps
+        # no more drafts than steps left: at most one per mask (unless steps may commit nothing), and no unplanned ones
         num_drafts = np.full(len(rows), self.draft_steps)
         if not self.needs.may_wait:
             num_drafts = np.minimum(num_drafts, state.remaining[rows])

@@ -148,7 +148,7 @@ class LoPA(DraftingSampler):
         # branch 0, the row itself, loses ties
         best = (proposal.branch_scores.roll(-1, 0).argmax(0) + 1) % len(steps)
         written = pick_step([step.written for step in steps], best)
-        # a row with fewer branches repeats its last one in the sum; all are checked for NaN
+        # the sum is NaN if any branch is; a row with fewer branches counts its last branch several times
         confidence = torch.stack([step.proposal.quantities["confidence"] for step in steps])
         cuts = [step.cut for step in steps if step.cut is not None]
         cut = pick_step(cuts, best) if cuts else None

@@ -134,7 +134,7 @@ class DeviceEngine:
     # ---- rows that come and go --------------------------------------------------------------------------------------
 
     def copy_rows(self, source: DeviceEngine, rows: np.ndarray) -> None:
-        """Copy `rows` [N] of the engine `source` into the first slots of this empty, at least as large engine."""
+        """Copy `rows` [N] of the engine `source` into the first slots of this engine, which is empty, not smaller."""
         index, count = torch.as_tensor(rows, device=self.device), len(rows)
         self.canvas[:count, : source.columns] = source.canvas[index, : source.columns]
         self.blocks[:count, : source.blocks.shape[1]] = source.blocks[index]
@@ -208,7 +208,7 @@ class DeviceEngine:
         state.stopped[selected] = host[3] > 0
         counts[:, selected] = self.counts[:, index].cpu().numpy()
         state.add_counts(counts)
-        self.counts.index_fill_(1, index, 0)  # they were added to the state
+        self.counts.index_fill_(1, index, 0)  # these counts were added to the state
         state.commits = max(state.commits, int(host[1].max()))
         state.finish(selected[host[4] == 0])
         if rows is None:

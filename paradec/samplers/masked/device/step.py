@@ -5,9 +5,9 @@ shapes, and a step is a pure function of them. On CUDA the step is captured in a
 
 There are two phases. In the phase "full" a row is evaluated whole: without a cache at every step, with a cache in a
 block's first step. In the phase "window" only its window is evaluated. A step belongs to a phase and leaves rows in the
-other phase unchanged. Every `poll_every` steps the host reads one small tensor to see which phases are needed. There is
-one graph per phase, number of rows (powers of two) and width of the window. Graphs outlive their request, since a step
-reads only tensors at fixed addresses and a `StepLayout`. The model keeps the last engines until `clear_graphs`.
+other phase unchanged. Every `poll_every` steps the host reads one small tensor to see which phases are needed. Each
+combination of phase, number of rows (a power of two) and window width has a graph. Graphs outlive their request, since
+a step reads only tensors at fixed addresses and a `StepLayout`. The model keeps the last engines until `clear_graphs`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from paradec.samplers.masked.loop import LAST, MaskedSampler, View
 
 @dataclass(frozen=True)
 class Hierarchy(MaskedSampler):
-    """Per row, commit every position with confidence above `threshold`, the row's best position, and in each contiguous
-    run of masked positions the best one if its confidence is above `low_threshold`.
+    """Per row, commit every position with confidence above `threshold`; the best position of each contiguous run of
+    masked positions, if its confidence is above `low_threshold`; and always the row's best position.
 
     Args:
         threshold: confidence above which any position is committed, in [0, 1]; None commits only the best of each run.

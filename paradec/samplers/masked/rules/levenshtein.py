@@ -22,12 +22,12 @@ from paradec.samplers.statistics import top_by_rank
 
 @dataclass(frozen=True)
 class Levenshtein(MaskedSampler):
-    """Every step fills masks with confidence > threshold, and at least one mask more than splits have added. It also
-    replaces each decided token (prompt tokens excepted) by the best token, if this has confidence > editing_threshold.
-    The model may also predict that a position is deleted, or that a mask is inserted before it (a split). Then the
-    tokens after this position move, up to the next prompt position. A block keeps its length: deletions add masks at
-    its end, and tokens that splits push over its end are lost. The block closes when a step would change nothing, or
-    after `max_post_steps` further steps once its initial masks are filled.
+    """Every step fills the masks with confidence > threshold, but at least one more than the masks that the model has
+    inserted. It also replaces each decided token (prompt tokens excepted) by the best token, if this has confidence >
+    editing_threshold. The model may also predict that a position is deleted, or that a mask is inserted before it (a
+    split). Then the tokens after this position move, up to the next prompt position. A block keeps its length:
+    deletions add masks at its end, and tokens that splits push over its end are lost. The block closes when a step
+    would change nothing, or after `max_post_steps` further steps once its initial masks are filled.
 
     If the block has the same tokens as before an earlier step, the least confident change gets a token that was not yet
     written at its position. A block of B positions needs at most B + max_post_steps + 1 steps.
@@ -92,7 +92,7 @@ class Levenshtein(MaskedSampler):
     def read_candidates(
         self, state: Any, logits: Tensor, query: WindowQuery, generator: torch.Generator | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute tokens [R, W]; also quantities: "text" (tokens after the step), "open" (block stays open), memory."""
+        """Compute tokens [R, W]; also "text" (tokens after the step), "open" (block stays open) and the new memory."""
         window, index, mask_id = state.window, torch.as_tensor(query.window.index), state.mask_id
         delete, split = self.control_ids(state.facts)
         current = window.read(state.canvas)

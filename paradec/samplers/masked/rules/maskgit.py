@@ -34,9 +34,9 @@ class MaskGIT(MaskedSampler):
     a step commits one token, without a draw.
 
     Args:
-        schedule: number of masks, of n initial ones, that remain after step t. With r = (t + 1) / T: "cosine" n cos(pi
-            r / 2), the paper's; "arccos" n 2 arccos(r) / pi, Halton-MaskGIT's; "linear" n (1 - r); "power" n (1 - r **
-            2.5), MaskGIT-r's. The number of masks is rounded down; every step commits at least one token.
+        schedule: number of masks that remain after step t, of n at the start, rounded down. With r = (t + 1) / T, it is
+            n cos(pi r / 2) for "cosine" (the paper's), n 2 arccos(r) / pi for "arccos" (Halton-MaskGIT's), n (1 - r)
+            for "linear" and n (1 - r ** 2.5) for "power" (MaskGIT-r's). Every step commits at least one token.
         choice_temperature: weight of the noise; 4.5 in the paper's code.
         final_temperature: None commits the drawn token. s in (0, 1] (MaskGIT-r: 0.65 to 0.75) commits a second draw, at
             the temperature s + (1 - s) (1 - sqrt(t / (T - 1))). At `temperature` 0 there is no second draw.

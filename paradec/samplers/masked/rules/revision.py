@@ -60,7 +60,7 @@ def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tens
 
 
 def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """Return the maximum steps of the rows' open blocks: [R] int64. With `Needs.moves`, all positions are masks."""
+    """Return the step limit of the rows' open blocks: [R] int64. With `Needs.moves`, all positions count as masks."""
     masks = state.masks_at_open[rows]
     if sampler.needs.moves:  # these methods need blocks of one length
         masks = np.full_like(masks, state.blocks.length)  # type: ignore[attr-defined]

@@ -26,8 +26,8 @@ class Saber(MaskedSampler):
         remask_share: share of k in [0, 1], 1/8 in the public code; 0 takes nothing back.
 
     The mean is over all blocks. If a position was taken back, its latest commit counts. A decided position's confidence
-    is that of the model's candidate, even if its token differs. A step that fills the block takes nothing back, and
-    every other step adds at least one decided position, so that n masks need at most n steps.
+    is that of the model's candidate, even if the position has another token. A step that fills the block takes nothing
+    back, and every other step adds at least one decided position, so that n masks need at most n steps.
 
     Three points differ from the public code. Only tokens of the open block are taken back, since caches rely on the
     tokens before the block. No token is taken back in the step that commits it. Prompt positions never count as

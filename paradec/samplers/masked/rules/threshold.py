@@ -23,11 +23,11 @@ class Threshold(MaskedSampler):
 
     Args:
         threshold: probability that a token must reach, in [0, 1].
-        quota_per_step: "none" is the paper's rule, without `steps`. "carry" is the rule of Fast-dLLM's code for Dream
-            without cache: at most masks // steps positions per step, plus the unused part of earlier steps. "least" is
-            the rule of LLaDA2.0's and SDAR's code: at least the best n // steps positions (one more in the first n %
-            steps steps). n is the number of masks in the block; on a block-causal model it is the block length, even if
-            the prompt ends inside the block. Without `steps`, the number per step is 1 for "carry" and "least".
+        quota_per_step: "none" is the paper's rule, without `steps`. Otherwise a block of n masks has a quota of n //
+            steps positions per step; without `steps`, of one. "carry" (Fast-dLLM's code for Dream without cache)
+            commits at most the quota and the unused part of earlier quotas. "least" (LLaDA2.0's and SDAR's code)
+            commits at least the quota, which is one more in the first n % steps steps. For "least" on a block-causal
+            model, n is the block length, even if the prompt ends inside the block.
 
     Preset "llada2.0" has the threshold of LLaDA2.0's code, for 32 steps in blocks of 32. (This code commits only
     positions above the threshold. At temperature > 0, its confidence is the probability under the filtered distribution

@@ -20,7 +20,7 @@ from paradec.samplers.masked.loop import MaskedProposal, MaskedSampler, MaskedSt
 @dataclass(frozen=True)
 class Wino(MaskedSampler):
     """Per row, commit every masked position of the block with confidence > threshold (tau_1), and always the best one.
-    Then take back decided positions of the block whose token has a probability < threshold_back (tau_2) at the shadow.
+    Then take back decided positions whose token has a probability < threshold_back (tau_2) at the position's shadow.
 
     The shadow of a position is a further mask with the same position id. It sees all tokens except the token at this
     position, so that it cannot copy this token. Every position of the block has a shadow. Only shadows see shadows.
