@@ -492,8 +492,7 @@ class Batch:
         return tickets
 
     def _isolate(self, group: Group) -> list[Ticket]:
-        """Requeue the rows of a group whose step raised, to decode each alone. Returns the tickets that have failed,
-        which were alone already."""
+        """Requeue the rows of a failed group to decode each alone; return the tickets that were alone already."""
         tickets = self._requeue(group)
         failed = [ticket for ticket in tickets if ticket.isolated]
         for ticket in failed:

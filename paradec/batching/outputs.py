@@ -21,10 +21,9 @@ from paradec.core.prompts import Prompts
 from paradec.core.protocol import Memory
 from paradec.core.rows import select_rows
 
-# fields of `Output`: tensors [B, L], and lists with an entry per row
-TENSORS = ("sequences", "attention_mask", "filled")
+TENSORS = ("sequences", "attention_mask", "filled")  # fields of `Output` of shape [B, L]
 COUNTS = ("draft_nfe", "encoder_calls", "denoising_calls", "reasoning_tokens")
-LISTS = ("row_nfe", "tokens", "finished", "log_weight", *COUNTS)
+LISTS = ("row_nfe", "tokens", "finished", "log_weight", *COUNTS)  # fields of `Output` with an entry per row
 
 
 def copy_rows(state: RowState, slots: Sequence[int]) -> Any:

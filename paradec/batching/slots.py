@@ -306,8 +306,7 @@ def can_run_on_device(sampler: Any, model: Any, request: Request, state: Any, un
 
 
 def why_unsupported(model: Any, request: Request, sampler: Any = None) -> str | None:
-    """Return why a request's rows cannot be put into a running batch; None if they can. sampler: the request's, adapted
-    to the model; None makes it."""
+    """Return why a request's rows cannot be put into a running batch, or None. sampler: None makes the request's."""
     for name, advice in REFUSED.items():
         value = getattr(request, name)
         if value is not DEFAULTS[name] and value != DEFAULTS[name] and not (name == "attention" and value == "dense"):

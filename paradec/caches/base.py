@@ -25,7 +25,7 @@ class Part:
 
     @property
     def sizes(self) -> np.ndarray:
-        """[N] int64: positions of each row, without padding."""
+        """[N] int64: number of positions of each row, without padding."""
         if self.valid is None:
             return np.full(len(self.positions), self.positions.shape[1])
         return self.valid.sum(1)
@@ -61,7 +61,7 @@ class CacheFacts:
     """Whether keys and values are stored."""
     topologies: tuple[str, ...] = ("bidirectional", "block_causal")
     predictions: tuple[str, ...] = ("same", "shifted")
-    """Supported models (`paradec.core.facts`)."""
+    """Topologies and predictions of supported models (`paradec.core.facts`)."""
     exact_on: tuple[str, ...] = ()
     """Topologies for which every step's logits equal those without a cache, whatever the settings."""
     evaluates: str = "block"
@@ -112,8 +112,8 @@ class Cache(Component):
         return topology in self.facts.exact_on
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
-        """Plan the parts to evaluate; every running row is in one part. picks: [R, K] int64 positions, padded with -1,
-        from the sampler's `positions_for_cache` if `facts.evaluates` is "picks" or "targets", else None."""
+        """Plan the parts to evaluate, with every running row in exactly one part. picks: [R, K] int64 positions, padded
+        with -1, from the sampler's `positions_for_cache` if `facts.evaluates` is "picks" or "targets"; else None."""
         raise NotImplementedError(f"cache class {type(self).__name__} must define plan")
 
     def begin(self, state: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Cost of a cache: counts for `Output.cost`, and a warning where the cache saved nothing."""
+"""Cost of a cache: counts for `Output.cost`, and advice if the cache saved nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from paradec.caches.base import Cache
 
 MAX_SHARE = 0.9
-"""`advice` warns if a cache evaluates at least this share of the positions."""
+"""`advice` calls a cache not worthwhile if it evaluates at least this share of the positions."""
 MIN_CALLS = 4
 """With fewer forwards per row, `advice` returns None."""
 MIN_POSITIONS = 64
-"""Length from which on gathering positions of one row on a CPU beats the whole row (benchmarks/caches.py)."""
+"""On a CPU, gathering some positions of one row pays off from this row length on (benchmarks/caches.py)."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ class DelayedCache(RangeCache):
 
     Args:
         cache_delay_iter: steps that a full block waits, at least 1; the published scripts use 1 and 2.
-        refresh_interval: period, in steps of a row, of whole-row steps. Skipped in a step in which a block becomes
-            cached. The code's 10000 in effect means never.
+        refresh_interval: n; every n-th step of a row evaluates the whole row, unless a block becomes cached in this
+            step. The code's 10000 in effect means never.
         waiting: "all": each block waits from the step that fills it (the code for Dream). "first": only the first block
             that is not cached waits; the next one from the step that caches it (the code for LLaDA). None: "first" for
             models that predict in place, "all" for shifted models.

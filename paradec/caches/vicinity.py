@@ -25,7 +25,7 @@ class VicinityCache(RangeCache):
     Args:
         prefix_look, after_look: positions left and right of the block, at least 0.
         warmup_steps: a row's first `warmup_steps + 1` steps evaluate the whole row; at least 0.
-        cache_update_freq: period, in steps of a block, of further whole-row steps; None has none.
+        cache_update_freq: n; every n-th step of a block evaluates the whole row, too. None turns this off.
     """
 
     prefix_look: int = 16

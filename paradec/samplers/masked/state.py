@@ -80,7 +80,7 @@ class MaskedState(State):
     is_prompt: Tensor = field(metadata=row_layout(columns=1))
     """[B, L] bool: prompt tokens (masked in the unconditional branch of guidance)."""
     prompt_length: np.ndarray = field(metadata=ROWS)
-    """[B] int64: the first mask of each row."""
+    """[B] int64: position of each row's first mask."""
     answer_start: np.ndarray = field(metadata=ROWS)
     """[B] int64: the position after the last prompt token; more than `prompt_length` if masks precede prompt tokens."""
     length: np.ndarray = field(metadata=ROWS)
@@ -93,7 +93,7 @@ class MaskedState(State):
     suppressed: Tensor | None = field(
         metadata={"rows": lambda state, _: RowLayout(fill=state.mask_id) if state.suppressed.ndim == 2 else None}
     )
-    """[S] int64: ids besides the mask id that are never proposed; [B, S] if they differ between rows; None if none."""
+    """[S] int64: ids besides the mask id that are never proposed; [B, S] if rows have different ids; None for no id."""
     ends: Tensor
     """[E] int64 ids that end an answer."""
     revises: bool = False

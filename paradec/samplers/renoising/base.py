@@ -45,7 +45,7 @@ class CanvasProposal(Proposal):
     not `available`). Shapes: `R` rows with a denoised canvas, `C` positions, `V` tokens."""
 
     logits: Tensor
-    """[R, C, V]: the model's logits, before the temperature. The commit draws from them, and computes embeddings."""
+    """[R, C, V]: the model's logits, before the temperature, from which the commit draws and computes embeddings."""
     soften: Callable[[Tensor], Tensor]
     """The model's function from logits [..., V] to embeddings [..., D] for the next step."""
     encoded: np.ndarray

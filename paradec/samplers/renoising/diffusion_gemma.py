@@ -1,4 +1,4 @@
-"""DiffusionGemma: transformers' `DiffusionGemmaGenerationMixin.generate`, the EB-Sampler's rule (arXiv 2505.24857)."""
+"""DiffusionGemma, as transformers' `DiffusionGemmaGenerationMixin.generate`; EB-Sampler's rule (arXiv 2505.24857)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paradec.samplers.renoising.base import CanvasSampler
 
 @dataclass(frozen=True)
 class DiffusionGemma(CanvasSampler):
-    """Sort positions by entropy; keep the longest prefix whose sum, without its largest entropy, is within the bound.
+    """Sort positions by entropy; keep the longest prefix whose sum, without the largest, is at most `entropy_bound`.
 
     With `rng="reference"` rows advance in lock step, and draw from one generator as transformers' `generate` does after
     `torch.manual_seed`; otherwise each row advances by itself. Unlike in transformers, prompts are not padded, the

@@ -101,8 +101,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         check_steps(request.steps, counts, "canvases")
         steps = -(-request.steps // int(counts.max()))
     if request.eos_early_stop and facts.eos_token_ids:
-        first = answer_start if has_holes else np.zeros_like(answer_start)
-        stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, first))
+        stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, np.where(has_holes, answer_start, 0)))
     sizes = {"window": width, "hidden": model.hidden_size}
     state = DenoisingState(
         batch=len(rows),
