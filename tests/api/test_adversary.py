@@ -89,16 +89,16 @@ def plain_llada(
     seed: int,
     **request: Any,
 ) -> tuple[Tensor, Calls]:
-    """generate.py of LLaDA. Draws come in this order: Gumbel noise, then the scores of `random`."""
+    """LLaDA's generate.py. It draws Gumbel noise first, then the scores of `random`."""
     generator = torch.Generator().manual_seed(seed)
     x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
-    given, temperature, scale = x != mask, request["temperature"], request["guidance_scale"]
+    is_prompt, temperature, scale = x != mask, request["temperature"], request["guidance_scale"]
     for block in range(blocks):
         end = len(prompt) + (block + 1) * length
         for count in step_quotas(length, steps // blocks):
             logits = net(x)
             if scale != 1:
-                unconditional = net(torch.where(given, mask, x))
+                unconditional = net(torch.where(is_prompt, mask, x))
                 logits = unconditional + scale * (logits - unconditional)
             tokens = likeliest_tokens(logits, mask)
             if temperature:
@@ -117,7 +117,7 @@ def plain_llada(
 def plain_fast_dllm(
     net: Net, mask: int, prompt: list[int], blocks: int, length: int, steps: int, rule: str, value: float, cache: str
 ) -> tuple[Tensor, Calls]:
-    """Fast-dLLM: a full forward opens a block. Later ones evaluate from its start on ("prefix") or only it ("dual")."""
+    """Fast-dLLM: a full forward opens a block; others evaluate from its start on ("prefix") or only it ("dual")."""
     x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
     for block in range(blocks):
         start, end, step, store = len(prompt) + block * length, len(prompt) + (block + 1) * length, 0, {}
@@ -171,7 +171,7 @@ def plain_dkv(
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("seed", range(5))
-def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
+def test_llada_checkpoints_equal_plain_loops(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     config, weights = write_random_checkpoint("llada", tmp_path, rng)
     model, net, mask = paradec.load(tmp_path, dtype="float64"), Net(config, weights), config["mask_token_id"]
@@ -202,7 +202,7 @@ def test_llada_checkpoints(tmp_path: Path, seed: int) -> None:
 def plain_dream(
     net: Net, mask: int, prompt: list[int], new: int, steps: int, alg: str, seed: int, eps: float, **request: Any
 ) -> tuple[Tensor, Calls]:
-    """generation_utils of Dream: shifted logits, a time grid, filters before the softmax. `origin` chooses first."""
+    """Dream's generation_utils: shifted logits, a time grid, filters. `origin` chooses positions before it samples."""
     generator, times = torch.Generator().manual_seed(seed), torch.linspace(1, eps, steps + 1)
     x, calls = torch.tensor(prompt + [mask] * new), []
     temperature, top_p, top_k = (request[name] for name in ("temperature", "top_p", "top_k"))
@@ -257,7 +257,7 @@ def plain_dream(
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("seed", range(4))
-def test_dream_checkpoints(tmp_path: Path, seed: int) -> None:
+def test_dream_checkpoints_equal_plain_loops(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     config, weights = write_random_checkpoint("dream", tmp_path, rng)
     model, net, mask = paradec.load(tmp_path, dtype="float64"), Net(config, weights), config["mask_token_id"]
@@ -283,8 +283,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum(-1, keepdims=True)
 
 
-def group_chance(p: np.ndarray, q: np.ndarray, x: int, embed: np.ndarray, half: int, near: float, far: float) -> float:
-    """Return GSD's acceptance probability of a draft. The group of ranks is cut off at the last rank."""
+def group_ratio(p: np.ndarray, q: np.ndarray, x: int, embed: np.ndarray, half: int, near: float, far: float) -> float:
+    """Return GSD's acceptance probability of draft x, which may exceed 1. Groups of ranks end at the last rank."""
     order = np.argsort(p, kind="stable")
     rank = int(np.flatnonzero(order == x)[0])
     if rank < half:
@@ -297,7 +297,7 @@ def group_chance(p: np.ndarray, q: np.ndarray, x: int, embed: np.ndarray, half: 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", ["sjd", "gsd", "scd"])
-def test_windows_of_drafts(kind: str) -> None:
+def test_draft_windows_equal_a_plain_loop(kind: str) -> None:
     rng = np.random.default_rng(0)
     best_drafts = 0
     for _ in range(100):
@@ -313,9 +313,9 @@ def test_windows_of_drafts(kind: str) -> None:
         expected, first = [inverse(probs, number) for probs, number in zip(p, fresh, strict=True)], width - 1
         for i in range(width - 1):
             x = drafts[i]
-            chance = group_chance(p[i], q[i], x, embed, half, near, far) if kind == "gsd" else p[i][x] / q[i][x]
+            ratio = group_ratio(p[i], q[i], x, embed, half, near, far) if kind == "gsd" else p[i][x] / q[i][x]
             if first == width - 1 or kind == "scd":
-                if accept[i] < chance:
+                if accept[i] < ratio:
                     expected[i] = int(x)
                 else:
                     expected[i] = inverse(np.maximum(p[i] - q[i], 0), redraw[i])
@@ -340,9 +340,9 @@ TREES = [
 ]
 
 
-def test_trees_of_drafts() -> None:
+def test_draft_trees_equal_a_plain_loop() -> None:
     rng = np.random.default_rng(0)
-    ended = {"empty": 0, "leaf": 0, "fell": 0}
+    ended = {"empty": 0, "leaf": 0, "rejected": 0}
     for case in range(120):
         size, paths, drawn = int(rng.choice([4, 8, 16])), TREES[case % 3], case % 2 == 0
         tree = Tree(tuple(paths))
@@ -357,14 +357,14 @@ def test_trees_of_drafts() -> None:
         uniform = rng.random((tree.depth + 1, tree.children.shape[1] + 1))
         node, probs, expected = 0, p[0], [int(tokens[0])]
         for depth in range(tree.depth + 1):
-            below = [child for child in tree.children[node].tolist() if child >= 0]
-            token_ids = tokens[below].tolist()
-            numbers = uniform[depth][: len(below)].tolist()
+            children = [child for child in tree.children[node].tolist() if child >= 0]
+            token_ids = tokens[children].tolist()
+            numbers = uniform[depth][: len(children)].tolist()
             child, probs = plain_node(p[node], q[node], token_ids, numbers, embed, k, limit, drawn)
             if child < 0:
-                ended["leaf" if not below else "empty" if np.allclose(probs, 1 / size) else "fell"] += 1
+                ended["leaf" if not children else "empty" if np.allclose(probs, 1 / size) else "rejected"] += 1
                 break
-            node = below[child]
+            node = children[child]
             expected.append(token_ids[child])
         rule = LanternRule(torch.tensor(embed), k, limit <= 1, limit, drawn)
         rows = [torch.tensor(x).unsqueeze(0) for x in (tokens, p, q)]

@@ -26,7 +26,7 @@ MASKED = [name for name in paradec.samplers.names() if paradec.samplers.get(name
 PROMPT = [1, 2, 3]
 
 
-class Counted:
+class CallCounter:
     def __init__(self, model: Any):
         self.model = model
         self.calls = 0
@@ -37,11 +37,11 @@ class Counted:
 
 
 @pytest.fixture(scope="module")
-def llada() -> Counted:
-    return Counted(paradec.load(GOLDEN / "llada-tiny"))
+def llada() -> CallCounter:
+    return CallCounter(paradec.load(GOLDEN / "llada-tiny"))
 
 
-def assert_refused(counted: Counted, call: Any, *fragments: str, error: Any = (ValueError, TypeError)) -> None:
+def assert_refused(counted: CallCounter, call: Any, *fragments: str, error: Any = (ValueError, TypeError)) -> None:
     """Check that `call` raises an error of one line with all fragments, before a forward of the model."""
     before = counted.calls
     with pytest.raises(error) as raised:
@@ -54,7 +54,7 @@ def assert_refused(counted: Counted, call: Any, *fragments: str, error: Any = (V
     assert counted.calls == before
 
 
-# by argument: the text about allowed values in the message, then wrong values
+# for each argument: a part of the message that states the allowed values, then wrong values
 WRONG: dict[str, tuple[Any, ...]] = {
     "sampler": ("", "treshold", object(), None, "sjd", "taylorseer"),
     "cache": ("prefix", "prefx"),
@@ -83,13 +83,13 @@ WRONG: dict[str, tuple[Any, ...]] = {
     ("name", "value", "allowed"),
     [(name, value, allowed) for name, (allowed, *values) in WRONG.items() for value in values],
 )
-def test_wrong_arguments_of_generate(llada: Counted, name: str, value: Any, allowed: str) -> None:
+def test_wrong_arguments_of_generate_are_refused(llada: CallCounter, name: str, value: Any, allowed: str) -> None:
     arguments = {"max_new_tokens": 8, "sampler": "low_confidence", "input_ids": torch.tensor([PROMPT]), name: value}
     text = repr(value) if isinstance(value, int | float | str | None) else name
     assert_refused(llada, lambda: paradec.generate(llada.model, **arguments), name, text, allowed)
 
 
-TOGETHER = [
+CONFLICTS = [
     ({"blocks": paradec.FixedBlocks(8), "block_length": 8}, "blocks=FixedBlocks(length=8", "block_length=8", "one of"),
     ({"steps": 3, "block_length": 4}, "steps=3 must be a multiple of the number of blocks (2)"),
     ({"prompt": [[1, 2], [1]], "steps": 1, "blocks": paradec.FixedBlocks(4, "absolute")}, "steps=1"),
@@ -110,8 +110,8 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "fragments"), [(arguments, rest) for arguments, *rest in TOGETHER])
-def test_conflicting_arguments_are_refused(llada: Counted, arguments: dict, fragments: list[str]) -> None:
+@pytest.mark.parametrize(("arguments", "fragments"), [(arguments, rest) for arguments, *rest in CONFLICTS])
+def test_conflicting_arguments_are_refused(llada: CallCounter, arguments: dict, fragments: list[str]) -> None:
     request = {"prompt": PROMPT, "max_new_tokens": 8, "sampler": "low_confidence"} | arguments
     assert_refused(llada, lambda: paradec.generate(llada.model, **request), *fragments)
 
@@ -130,7 +130,7 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize(("prompt", "fragment"), PROMPTS)
-def test_wrong_prompts(llada: Counted, prompt: Any, fragment: str) -> None:
+def test_wrong_prompts_are_refused(llada: CallCounter, prompt: Any, fragment: str) -> None:
     assert_refused(llada, lambda: paradec.generate(llada.model, prompt, max_new_tokens=4), fragment)
 
 
@@ -141,13 +141,13 @@ def test_wrong_prompts(llada: Counted, prompt: Any, fragment: str) -> None:
         tuple(PROMPT), range(1, 4), [torch.tensor(PROMPT)], [np.array(PROMPT)], [np.int64(1), np.int16(2), 3],
     ],
 )  # fmt: skip
-def test_ids_of_every_type_are_accepted(llada: Counted, prompt: Any) -> None:
+def test_ids_of_every_type_are_accepted(llada: CallCounter, prompt: Any) -> None:
     expected = paradec.generate(llada.model, PROMPT, max_new_tokens=4).new_tokens
     assert torch.equal(paradec.generate(llada.model, prompt, max_new_tokens=4).new_tokens, expected)
 
 
-def test_text_prompts() -> None:
-    model = paradec.wrap(Bits(), mask_token_id=3, prediction="same", topology="bidirectional", tokenizer=Words())
+def test_wrong_texts_and_chats_are_refused() -> None:
+    model = paradec.wrap(Zeros(), mask_token_id=3, prediction="same", topology="bidirectional", tokenizer=Words())
     for prompt in ("", "  \n", ["a", ""]):
         refuses(partial(paradec.generate, model, prompt), "prompt=.* is empty; give at least one word")
     refuses(lambda: paradec.generate(model, "a zebra b"), "words outside the model's vocabulary: 'zebra'")
@@ -163,7 +163,7 @@ def test_text_prompts() -> None:
     assert model.module.calls > 0
 
 
-class Bits(nn.Module):
+class Zeros(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = SimpleNamespace(vocab_size=4)
@@ -208,7 +208,7 @@ def test_unknown_settings_are_refused(name: str) -> None:
         paradec.samplers.create(name, preset="fastest")
 
 
-def test_unknown_names(llada: Counted) -> None:
+def test_unknown_names_are_refused_with_a_hint(llada: CallCounter) -> None:
     listed = "; paradec.{}.names() lists all".format
     near = "(did you mean 'low_confidence'?)" + listed("samplers")
     assert_refused(llada, lambda: paradec.samplers.create("confidence"), "unknown sampler: 'confidence'", near)
@@ -225,12 +225,12 @@ def test_unknown_names(llada: Counted) -> None:
     ("arguments", "name"),
     [*(((8, align), "align") for align in ("left", None)), *(((n,), "length") for n in (0, 1.5, None, True))],
 )
-def test_wrong_blocks(arguments: tuple[Any, ...], name: str) -> None:
+def test_wrong_blocks_are_refused(arguments: tuple[Any, ...], name: str) -> None:
     refuses(lambda: paradec.FixedBlocks(*arguments), name)
 
 
 def custom(**declared: Any) -> Any:
-    """Create a sampler class the way docs/write_a_sampler.md describes."""
+    """Create a sampler class as in docs/write_a_sampler.md."""
     space = {"name": "own", "summary": "x", "select": lambda self, view: view.candidates} | declared
     return dataclass(frozen=True)(type("Own", (MaskedSampler,), space))
 
@@ -249,7 +249,7 @@ def test_unknown_quantities_are_refused(declared: dict[str, Any], message: str) 
     refuses(lambda: custom(needs=Needs(**declared)), re.escape(message))
 
 
-def test_a_custom_sampler_may_read_the_margin(llada: Counted) -> None:
+def test_a_custom_sampler_may_read_the_margin(llada: CallCounter) -> None:
     margin = custom(needs=Needs(score="margin"), select=lambda self, view: view.scores >= view.scores.amax(1, True))
     out = paradec.generate(llada.model, PROMPT, sampler=margin(), max_new_tokens=4, block_length=4)
     expected = paradec.generate(llada.model, PROMPT, sampler="margin", max_new_tokens=4, block_length=4)
@@ -275,7 +275,7 @@ def test_a_custom_sampler_may_read_the_margin(llada: Counted) -> None:
         ({"select": lambda self, view: view.scheduled()}, "uses_steps = True and define quota"),
     ],
 )
-def test_wrong_methods_of_custom_samplers(llada: Counted, declared: dict[str, Any], message: str, joined: bool) -> None:
+def test_wrong_methods_of_samplers(llada: CallCounter, declared: dict[str, Any], message: str, joined: bool) -> None:
     pattern = re.escape(message).replace(r"\.\*", ".*").replace("V", r"\d+")
     with pytest.raises((ValueError, TypeError), match=pattern):
         sampler = custom(**declared)()
@@ -285,7 +285,7 @@ def test_wrong_methods_of_custom_samplers(llada: Counted, declared: dict[str, An
 
 @pytest.mark.parametrize("rng", ["counter", "reference"])
 @pytest.mark.parametrize("method", ["top", "choose"])
-def test_a_count_for_all_rows_may_be_an_int(llada: Counted, method: str, rng: str) -> None:
+def test_a_count_for_all_rows_may_be_an_int(llada: CallCounter, method: str, rng: str) -> None:
     sampler = custom(select=lambda self, view: getattr(view, method)(view.scores, 2), draws=method == "choose")()
     arguments = {"max_new_tokens": 4, "block_length": 4, "rng": rng, "generator": torch.Generator()}
     assert paradec.generate(llada.model, [[1, 2], [3, 4]], sampler=sampler, **arguments).row_nfe == [2, 2]
@@ -302,7 +302,7 @@ def test_a_count_for_all_rows_may_be_an_int(llada: Counted, method: str, rng: st
     ],
 )
 @pytest.mark.parametrize("joined", [False, True])
-def test_select_must_return_a_mask_over_the_window(llada: Counted, select: Any, what: str, joined: bool) -> None:
+def test_select_must_return_a_mask_over_the_window(llada: CallCounter, select: Any, what: str, joined: bool) -> None:
     sampler = custom(select=select)()
     sampler = samplers.Union(rules=("threshold", sampler)) if joined else sampler
     message = f"select of 'own' returned {what}; it must return torch.bool [R, W], here [2, 4]"
@@ -334,13 +334,13 @@ def test_one_broken_logit_is_named(broken: float, temperature: float) -> None:
     model = paradec.load(GOLDEN / "llada-tiny")
     calls = []
 
-    def breaks(module: nn.Module, args: Any, output: Any) -> Any:
+    def break_logit(module: nn.Module, args: Any, output: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             output.logits[1, 2, 5] = broken
         return output
 
-    model.module.register_forward_hook(breaks)
+    model.module.register_forward_hook(break_logit)
     sampler = paradec.samplers.create("low_confidence")
     request = {"max_new_tokens": 6, "block_length": 6, "temperature": temperature, "seed": 0, "eos_early_stop": False}
     state = sampler.start(model, [[1, 2, 3], [4, 5, 6]], **request)
@@ -365,7 +365,7 @@ NUMBERS = st.one_of(
 REQUEST = ["temperature", "top_p", "top_k", "guidance_scale", "steps", "max_new_tokens", "block_length", "seed"]
 
 
-def assert_works_or_explains(llada: Counted, names: Any, **arguments: Any) -> None:
+def assert_works_or_explains(llada: CallCounter, names: Any, **arguments: Any) -> None:
     try:
         out = paradec.generate(llada.model, PROMPT, **({"max_new_tokens": 4, "seed": 0} | arguments))
     except (ValueError, TypeError) as error:
@@ -387,7 +387,7 @@ def assert_works_or_explains(llada: Counted, names: Any, **arguments: Any) -> No
 @example(fields={"temperature": 1e6, "guidance_scale": 1e6})
 @example(fields={"temperature": 1e300, "top_p": 0.5})
 @example(fields={"top_k": 10**30, "temperature": 1.0})
-def test_random_requests(llada: Counted, sampler: str, fields: dict[str, Any]) -> None:
+def test_random_requests_work_or_are_explained(llada: CallCounter, sampler: str, fields: dict[str, Any]) -> None:
     assert_works_or_explains(llada, fields, sampler=sampler, **fields)
 
 
@@ -399,7 +399,7 @@ DECODED: set[Sampler] = set()
 @pytest.mark.parametrize("name", MASKED)
 @FUZZ
 @given(data=st.data())
-def test_random_settings(llada: Counted, name: str, data: st.DataObject) -> None:
+def test_random_settings_work_or_are_explained(llada: CallCounter, name: str, data: st.DataObject) -> None:
     allowed = list(paradec.samplers.get(name).settings())
     fields = data.draw(st.dictionaries(st.sampled_from([*allowed, "other"]), NUMBERS, max_size=2))
     try:

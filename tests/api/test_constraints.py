@@ -36,13 +36,13 @@ def test_constraints_in_generate_and_presets(packaged: Model, tmp_path: Path) ->
     assert [paradec.generate(packaged, PROMPT, preset=tmp_path / "mine.preset").text] == together.text[:1]
 
 
-def test_a_constraint_that_the_answer_meets_changes_nothing(packaged: Model) -> None:
+def test_a_constraint_that_the_answer_meets_does_not_change_it(packaged: Model) -> None:
     free = paradec.generate(packaged, PROMPT, max_new_tokens=8)
     out = paradec.generate(packaged, PROMPT, max_new_tokens=8, constraint=paradec.Regex("[a-z ]*"))
     assert out.text == free.text == "apple fig pear" and out.nfe <= free.nfe
 
 
-def test_constraints_of_holes(packaged: Model) -> None:
+def test_holes_may_have_constraints(packaged: Model) -> None:
     chat = [{"role": "user", "content": "Reverse: pear fig apple kiwi"}]
     holed = [*chat, {"role": "assistant", "content": "kiwi <mask:2> pear <mask>"}]
     first, second = paradec.Regex("plum (fig|apple)"), paradec.Choice(["fig", "owl"])
@@ -65,9 +65,9 @@ def test_constraints_of_holes(packaged: Model) -> None:
 
 def test_constraints_on_the_command_line(tmp_path: Path) -> None:
     def answer(*arguments: str, code: int = 0) -> str:
-        done = CliRunner().invoke(app, [*arguments])
-        assert done.exit_code == code, done.output
-        return done.output
+        result = CliRunner().invoke(app, [*arguments])
+        assert result.exit_code == code, result.output
+        return result.output
 
     assert "fig pear apple" in answer("generate", PROMPT, "--choice", "fig pear apple", "--choice", "kiwi")
     assert re.search("fig fig", answer("generate", PROMPT, "--regex", "fig fig"))
@@ -129,7 +129,7 @@ MARKERS = [("x,", 3), ("<38>", 2), ("true", None)]
 @pytest.mark.filterwarnings("ignore:seed=.* has no effect at temperature 0")
 @pytest.mark.parametrize(("family", "marker", "temperature"), covering(THINKING, MARKERS, [0.9, 0.0]))
 def test_free_text_precedes_the_answer(family: str, marker: tuple[str, int | None], temperature: float) -> None:
-    """Rows equal rows decoded alone. The budget ends free text that would never write the marker."""
+    """Rows equal rows decoded alone. The budget ends free text in which the marker would never occur."""
     model, (after, budget) = build_model(family), marker
     arguments: dict[str, Any] = {"max_new_tokens": 20, **THINKING[family]}
     if family != "canvas":
@@ -174,7 +174,7 @@ def test_impossible_markers_are_refused(family: str) -> None:
 
 
 def test_free_text_around_given_tokens() -> None:
-    """Holes end with the answer and obey their budgets. A budget that given tokens exceed is refused."""
+    """The answer ends the hole, within the budget. Budgets that the prompt's tokens exceed are refused."""
     model, value = build_model("bidirectional"), paradec.Regex("[0-9]{2}", after="x", thinking_budget=2)
     ids = [[1, *[MASK] * 5, 3, *[MASK] * 4]]
     out = paradec.infill(model, input_ids=ids, constraints=[value, None])
@@ -210,7 +210,7 @@ def test_masks_with_text_are_never_written(family: str) -> None:
             paradec.generate(model, [[1, 2]], constraint=value, **request)
 
 
-def test_holes_exclude_end_tokens() -> None:
+def test_constraints_of_holes_exclude_end_tokens() -> None:
     comma = TEXTS.index(",")
     model = build_model("bidirectional", eos_token_id=(39, comma))
     request: dict[str, Any] = {"input_ids": [[1, MASK, MASK, 2, MASK, 3]], "constraints": [paradec.Regex("1,"), None]}
@@ -219,7 +219,7 @@ def test_holes_exclude_end_tokens() -> None:
     assert paradec.infill(model, holes_eos_inf=False, **request).fills[0][0] == "1,"
 
 
-def test_errors_of_constraints_say_what_to_write() -> None:
+def test_errors_of_constraints_name_the_remedy() -> None:
     model = paradec.load()
 
     def message(**arguments: Any) -> str:

@@ -74,9 +74,10 @@ def decide_by_pipeline(module: Any, template: str | None, temperature: dict[str,
     config = DecisionConfig(chat_template=template, temperature=temperature)
     pipeline = DecisionPipeline(model=module, tokenizer=chat_tokenizer(), decision_config=config)
     questions: dict[str, Any] = {}
-    for name, one in QUESTIONS.items():
-        criteria = one.descriptions if one.type == "score" else dict(zip(one.options, one.descriptions, strict=True))
-        questions[name] = {"type": one.type, "instructions": one.instructions, "criteria": criteria}
+    for name, question in QUESTIONS.items():
+        by_option = dict(zip(question.options, question.descriptions, strict=True))
+        criteria = question.descriptions if question.type == "score" else by_option
+        questions[name] = {"type": question.type, "instructions": question.instructions, "criteria": criteria}
     return pipeline({"state": STATE, "questions": questions})
 
 
@@ -110,16 +111,16 @@ FEW = {"a": Span("What?", ["level", "Yes or No", "Yes", "only level"]), "b": Spa
 
 def visible_columns(model: Any, length: int, prompt: int) -> Tensor:
     """Return the mask [1, 1, length, length] of the model's topology; True means visible."""
-    at = torch.arange(length)
-    if model.facts.block_align == "prompt":  # the prompt is one block; the others follow
-        at = (at - prompt).clamp(min=-1)
+    positions = torch.arange(length)
+    if model.facts.block_align == "prompt":  # the prompt is block -1
+        positions = (positions - prompt).clamp(min=-1)
     block = {"bidirectional": length, "causal": 1}.get(model.facts.topology, model.facts.block_length)
-    number = at.div(block, rounding_mode="floor")
-    return (number <= number.unsqueeze(1))[None, None]
+    block_index = positions.div(block, rounding_mode="floor")
+    return (block_index <= block_index.unsqueeze(1))[None, None]
 
 
 def plain_log_p(model: Any, row: list[int], position: int, ids: list[int], prompt: int = 0) -> float:
-    """Return the log-probability of any of `ids` at a position of a row. prompt: length of its prompt."""
+    """Return the log of the summed probability of `ids` at `position` of `row`. prompt: length of the row's prompt."""
     shift = 1 if model.facts.topology == "causal" else model.facts.shift
     with torch.no_grad():
         logits = model.module(torch.tensor([row]), attention_mask=visible_columns(model, len(row), prompt)).logits[0]
@@ -130,11 +131,11 @@ def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
     """Return the log-probability of each label, token by token. text: the user's turn."""
     prompt, texts = chat_ids(f"<|turn|>user\n{text}<|end|>\n<|turn|>assistant\n"), [chat_ids(label) for label in labels]
     longest, is_causal = max(map(len, texts)), model.facts.topology == "causal"
-    begins = any(a != b and b[: len(a)] == a for a in texts for b in texts)
+    has_prefixes = any(a != b and b[: len(a)] == a for a in texts for b in texts)
     result = []
     for label_ids in texts:
         follows = [[token] for token in label_ids]
-        if begins if is_causal else len(label_ids) < longest:
+        if has_prefixes if is_causal else len(label_ids) < longest:
             follows.append([*model.facts.eos_token_ids])
         total = 0.0
         for count, ids in enumerate(follows):
@@ -164,13 +165,13 @@ MODELS = {
 def test_scores_of_long_labels_follow_the_chain_rule(kind: str) -> None:
     model = MODELS[kind]()
     decision = paradec.decide(model, "Answer: level", FEW)
-    for name, one in FEW.items():
-        scores = plain_scores(model, f"Answer: level\n\n{one.instructions}", [*one.values])
+    for name, question in FEW.items():
+        scores = plain_scores(model, f"Answer: level\n\n{question.instructions}", [*question.values])
         assert decision[name].log_scores == pytest.approx(scores, rel=1e-9)
         weights = np.exp(scores)
         assert decision[name].mass == pytest.approx(weights.sum(), rel=1e-9) and decision[name].mass < 1
         assert [*decision[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
-        assert decision[name].value == one.values[int(np.argmax(scores))]
+        assert decision[name].value == question.values[int(np.argmax(scores))]
 
 
 def canvas_model(**more: Any) -> Any:
@@ -185,12 +186,12 @@ def test_canvas_models_answer_from_the_first_step(seeds: int) -> None:
     prompt = chat_ids("<|turn|>user\nAnswer: level\n\nWhat?<|end|>\n<|turn|>assistant\n")
     positions = torch.arange(len(prompt), len(prompt) + CANVAS)
 
-    def log_p(given: list[int], place: int, ids: list[int]) -> float:
+    def log_p(fixed: list[int], slot_index: int, ids: list[int]) -> float:
         total = 0.0
         for key in torch.as_tensor(row_keys([*range(seeds)], [prompt] * seeds)):
             noise = rng.uniform(key[None], torch.zeros(1, dtype=torch.int64), positions[None], 1, 4)[0, :, 0]
             canvas = (noise * CHAT_VOCAB).long()
-            for slot, token in enumerate(given):
+            for slot, token in enumerate(fixed):
                 canvas[slot] = canvas[slot] if token == -1 else token
             cached = cache_keyword(model.module, DynamicCache(config=model.module.config.text_config))
             mask = causal(model.module, len(prompt))
@@ -198,7 +199,7 @@ def test_canvas_models_answer_from_the_first_step(seeds: int) -> None:
             inputs |= dict.fromkeys(("self_conditioning_logits", "self_conditioning_mask"))
             with torch.no_grad():
                 model.module.model.encoder(input_ids=torch.tensor([prompt]), attention_mask=mask, **cached)
-                logits = model.module(**inputs, **cached).logits[0, place]
+                logits = model.module(**inputs, **cached).logits[0, slot_index]
             total += float(logits.double().softmax(-1)[ids].sum()) / seeds
         return math.log(total)
 
@@ -217,12 +218,12 @@ def test_answers_do_not_depend_on_other_questions_or_the_batch(kind: str) -> Non
     model = canvas_model() if kind == "canvas" else MODELS[kind]()
     tolerance = 1e-5 if kind == "canvas" else 1e-9
     questions = FEW | {"long": Span("level " * 40, ["Yes", "No"])} | QUESTIONS
-    every = paradec.decide(model, "only level", questions)
+    together = paradec.decide(model, "only level", questions)
     for batch_size, names in itertools.product((1, 3), (["a", "long"], ["b"], ["tone", "spam", "level", "a"])):
         decision = paradec.decide(model, "only level", {name: questions[name] for name in names}, batch_size=batch_size)
         for name in names:
-            assert decision[name].log_scores == pytest.approx(every[name].log_scores, rel=tolerance)
-    assert decision.forwards > every.forwards
+            assert decision[name].log_scores == pytest.approx(together[name].log_scores, rel=tolerance)
+    assert decision.forwards > together.forwards
 
 
 def test_models_without_padding_support() -> None:
@@ -249,10 +250,10 @@ def test_rotated_options_have_every_label_once() -> None:
     questions = {"tone": Pick("Tone?", options), "spam": QUESTIONS["spam"]}
     actual = paradec.decide(model, "only level", questions, rotate=True)
     scores = dict.fromkeys(options, 0.0)
-    for by in range(3):
-        turned = options[by:] + options[:by]
-        one = paradec.decide(model, "only level", {"tone": Pick("Tone?", turned)})["tone"]
-        for option, score in zip(turned, one.log_scores, strict=True):
+    for shift in range(3):
+        rotated = options[shift:] + options[:shift]
+        one = paradec.decide(model, "only level", {"tone": Pick("Tone?", rotated)})["tone"]
+        for option, score in zip(rotated, one.log_scores, strict=True):
             scores[option] += score / 3
     assert actual["tone"].log_scores == pytest.approx([*scores.values()], rel=1e-9)
     assert [*actual["tone"].probabilities] == options
@@ -371,9 +372,9 @@ def test_values_are_copied_saved_and_compared() -> None:
     assert Pick("?", {"a": None, "b": "x"}).descriptions == [None, "x"]
 
 
-class Untouched(ConstantLogits):
+class NeverCalled(ConstantLogits):
     def forward(self, ids: Tensor) -> Tensor:
-        raise AssertionError("work was done")
+        raise AssertionError("a forward was run")
 
 
 ONE = {"q": YesNo("?")}
@@ -401,7 +402,7 @@ def test_wrong_arguments_are_refused_before_any_work(name: str) -> None:
     state, questions, arguments, message = WRONG[name]
     topology = "causal" if name in ("long", "end") else "bidirectional"
     with pytest.raises((ValueError, TypeError), match=message) as error:
-        paradec.decide(chat_model(topology, module=Untouched({})), state, questions, **arguments)
+        paradec.decide(chat_model(topology, module=NeverCalled({})), state, questions, **arguments)
     assert len(str(error.value)) < 500
 
 
@@ -461,7 +462,7 @@ def test_labels_of_probability_0_are_reported() -> None:
     refuses(lambda: paradec.decide(half, "x", ONE, prior="empty"), "about an empty state", FloatingPointError)
 
 
-def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_that_need_a_newer_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "transformers.decision", None)

@@ -23,8 +23,8 @@ CODES = "digits-ar"
 ENTROPY = paradec.samplers.create("entropy")
 
 
-class Plain:
-    """A rule without the base class."""
+class RuleWithoutBase:
+    """A sampler's rule that does not inherit from MaskedSampler."""
 
     def select(self, view: Any) -> Any:
         return view.candidates
@@ -86,8 +86,8 @@ def model() -> Any:
         pytest.param(lambda _: paradec.load("digits-dit"), "PixelDiTPipeline.digits()", id="digits-dit"),
         pytest.param(_generate(cache=paradec.caches.get("dual")), "call it: Dual", id="class of a cache"),
         pytest.param(_generate(sampler=print), "docs/write_a_sampler.md", id="function"),
-        pytest.param(_generate(sampler=Plain), "docs/write_a_sampler.md", id="class without a base"),
-        pytest.param(_generate(sampler=Plain()), "docs/write_a_sampler.md", id="object without a base"),
+        pytest.param(_generate(sampler=RuleWithoutBase), "docs/write_a_sampler.md", id="class without a base"),
+        pytest.param(_generate(sampler=RuleWithoutBase()), "docs/write_a_sampler.md", id="object without a base"),
         pytest.param(
             lambda _: paradec.generate_images(paradec.load(CODES), class_labels=1, sampler=paradec.samplers.get("sjd")),
             "call it: SJD()",
@@ -178,11 +178,11 @@ def test_the_error_names_what_to_write(use: Callable[[Any], Any], name: str, mod
         (lambda pipe: paradec.accelerate(pipe, paradec.TeaCache), TypeError, r"must be called: TeaCache\("),
     ],
 )
-def test_methods_for_pipelines_are_named_as_here(use: Callable[[Any], Any], error: type[Exception], name: str) -> None:
+def test_errors_of_accelerate_name_what_to_write(use: Callable[[Any], Any], error: type[Exception], name: str) -> None:
     pipe = PixelDiTPipeline.digits()
     with pytest.raises(error, match=name):
         use(pipe)
-    with paradec.accelerate(pipe, paradec.TeaCache(0.1)):  # nothing was attached
+    with paradec.accelerate(pipe, paradec.TeaCache(0.1)):  # works, because the failed calls attached no hooks
         pass
 
 
@@ -205,12 +205,12 @@ def test_equal_answers_of_one_prompt_are_a_warning(model: Any) -> None:
         _generate(num_return_sequences=2)(model)
 
 
-def test_a_class_that_is_defined_again_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redefined_class_replaces_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = paradec.samplers.registry
     monkeypatch.setattr(registry, "_targets", dict(registry._targets))
 
-    def cell(share: float) -> type:
-        """Code of a notebook's cell."""
+    def run_cell(share: float) -> type:
+        """Define the class, like a notebook cell that is run again."""
 
         @dataclasses.dataclass(frozen=True)
         class Again(paradec.samplers.get("threshold")):  # type: ignore[misc]
@@ -220,7 +220,7 @@ def test_a_class_that_is_defined_again_takes_the_place_of_the_first(monkeypatch:
         return Again
 
     for share in (0.5, 0.7):
-        cls = cell(share)
+        cls = run_cell(share)
         for _ in range(2):
             registry.register("again", cls)
         assert paradec.samplers.create("again").share_of_cell == share
@@ -238,7 +238,7 @@ def test_a_class_that_is_defined_again_takes_the_place_of_the_first(monkeypatch:
         (Needs, "reads may_wait revises draws_tokens"),
     ],
 )
-def test_help_describes_fields_whose_names_do_not(cls: type, names: str) -> None:
+def test_docstrings_describe_unclear_fields(cls: type, names: str) -> None:
     described = re.findall(r"\w+", cls.__doc__ or "")
     assert {*names.split()} <= {*described}
 
@@ -274,7 +274,7 @@ def test_names_ignore_case(model: Any) -> None:
         ("teacache", "paradec.TeaCache"),
     ],
 )
-def test_attributes_of_other_packages_are_named_as_here(name: str, here: str) -> None:
+def test_attributes_of_other_packages_give_a_hint(name: str, here: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'; write {here}"):
         getattr(paradec, name)
     assert getattr(paradec, here.partition(".")[2])

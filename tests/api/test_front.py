@@ -36,7 +36,7 @@ print(sorted({heavy} & {{*sys.modules}}) + sorted({{*paradec.__all__}} - {{*dir(
 import paradec.cli
 print(sorted({heavy} - {{'typer'}} & {{*sys.modules}}))
 """
-    # plugins of other packages are listed on first use and imported when a name needs them
+    # plugins of other packages are listed at the first use and imported only when used by name
     assert run_python(code) == ["[]", "[]"]
 
 
@@ -84,8 +84,8 @@ def test_tokenizer_outputs_are_prompts(tensors: str | None, single: bool, packag
         if padding:
             assert paradec.generate(packaged, **encoding).text == expected
         assert paradec.generate(packaged, dict(encoding)).text == expected
-    one = packaged.tokenizer.apply_chat_template(chats[0], **options)
-    texts = paradec.generate(packaged, one).text  # lists of ids have no batch dimension, tensors have one
+    encoding = packaged.tokenizer.apply_chat_template(chats[0], **options)
+    texts = paradec.generate(packaged, encoding).text  # lists of ids have no batch dimension, tensors have one
     assert texts == (expected[0] if tensors is None else expected[:1])
 
 
@@ -99,7 +99,7 @@ def test_other_mappings_are_refused(packaged: Model) -> None:
         paradec.generate(packaged, encoding, attention_mask=encoding["attention_mask"])
 
 
-def test_progress_is_a_bar(packaged: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_counts_tokens_and_forwards(packaged: Model, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[int] = []
     request: dict[str, Any] = {"sampler": "low_confidence", "max_new_tokens": 8, "block_length": 8}
     plain = paradec.generate(packaged, PROMPT, **request)
@@ -159,10 +159,10 @@ def test_accelerate_by_name() -> None:
 def test_the_logger_is_silent_by_default() -> None:
     code = """
 import logging, paradec
-logging.getLogger("paradec").warning("heard")
+logging.getLogger("paradec").warning("before")
 logging.basicConfig(format="%(message)s")
-logging.getLogger("paradec").warning("asked")
+logging.getLogger("paradec").warning("after")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ELSEWHERE)
-    assert (done.returncode, done.stderr) == (0, "asked\n")
+    assert (done.returncode, done.stderr) == (0, "after\n")
     assert logging.getLogger("paradec").level == logging.NOTSET

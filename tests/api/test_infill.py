@@ -1,4 +1,4 @@
-"""Infill: masks anywhere in the prompt are filled, and nothing else changes."""
+"""Infill: masks anywhere in the prompt are filled; other tokens stay."""
 
 import copy
 import dataclasses
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import paradec
 from paradec.models.adapter import Model
 
-_ = -1  # a hole; `fill_in_masks` replaces it with the model's mask id
+_ = -1  # a hole; `with_mask_ids` replaces it with the model's mask id
 HOLES = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _], [8, 9, 10, _, _, 11, 12, 13, 14, _]]
 
 
@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest) -> Model:
     return request.getfixturevalue(request.param)
 
 
-def fill_in_masks(model: Model, row: list[int]) -> list[int]:
+def with_mask_ids(model: Model, row: list[int]) -> list[int]:
     return [model.facts.mask_token_id if token == _ else token for token in row]
 
 
@@ -49,7 +49,7 @@ def test_every_sampler_fills_holes(name: str, model: Model) -> None:
     if not fits(name, model):
         pytest.skip("refused by name")
     arguments = {"sampler": name, "seed": 0, "temperature": 0.7, "trace": True}
-    out = paradec.infill(model, [fill_in_masks(model, row) for row in HOLES], **arguments)
+    out = paradec.infill(model, [with_mask_ids(model, row) for row in HOLES], **arguments)
     check_filled(model, out, HOLES)
     assert out.tokens == [row.count(_) for row in HOLES]
     assert out.new_tokens.shape == (3, 0)
@@ -58,7 +58,7 @@ def test_every_sampler_fills_holes(name: str, model: Model) -> None:
         assert out.row_nfe[index] <= row.count(_) or paradec.samplers.get(name).needs.revises
         if index != MASKED.index(name) % len(HOLES):
             continue
-        alone = paradec.infill(model, fill_in_masks(model, row), **arguments)
+        alone = paradec.infill(model, with_mask_ids(model, row), **arguments)
         assert alone.sequences[0].tolist() == out.sequences[index, -len(row) :].tolist()
         assert alone.nfe == out.row_nfe[index]
 
@@ -84,7 +84,7 @@ def test_every_sampler_fills_holes(name: str, model: Model) -> None:
 )
 @pytest.mark.filterwarnings("ignore:cache=")
 def test_random_holes(model: Model, rows: list[list[int]], cache: str, new: int, request_: dict[str, Any]) -> None:
-    ids = [fill_in_masks(model, row) for row in rows]
+    ids = [with_mask_ids(model, row) for row in rows]
     out = paradec.infill(model, ids, cache=cache, max_new_tokens=new, **request_)
     check_filled(model, out, rows, new)
     assert all(nfe <= row.count(_) + new for nfe, row in zip(out.row_nfe, rows, strict=True))
@@ -94,8 +94,8 @@ def test_random_holes(model: Model, rows: list[list[int]], cache: str, new: int,
 
 
 def test_blocks_run_from_the_first_mask(model: Model) -> None:
-    """Blocks of three positions: 2-4, 5-7 (without a mask, skipped), 8-10."""
-    row = fill_in_masks(model, [1, 2, _, 3, _, 4, 5, 6, _, 7, _, 8])
+    """Blocks of three positions: 2 to 4, 5 to 7 (skipped, because it has no mask), 8 to 10."""
+    row = with_mask_ids(model, [1, 2, _, 3, _, 4, 5, 6, _, 7, _, 8])
     out = paradec.infill(model, row, sampler="random", block_length=3, seed=0, trace=True)
     order = [commit[1] for step in out.trace.steps for commit in step.commits]
     assert sorted(order[:2]) == [2, 4] and sorted(order[2:]) == [8, 10]
@@ -106,7 +106,7 @@ def test_blocks_run_from_the_first_mask(model: Model) -> None:
     assert any(max(first[:2]) > 4 for first in full)  # by default one block contains all holes
 
 
-class Constant(nn.Module):
+class ConstantModule(nn.Module):
     def __init__(self, token: int):
         super().__init__()
         self.config = type("Config", (), {"vocab_size": 8, "max_position_embeddings": 50})()
@@ -120,21 +120,21 @@ class Constant(nn.Module):
 
 def constant_model(token: int) -> Model:
     tokens = {"mask_token_id": 7, "eos_token_id": 6, "pad_token_id": 5}
-    return paradec.wrap(Constant(token), prediction="same", topology="bidirectional", **tokens)
+    return paradec.wrap(ConstantModule(token), prediction="same", topology="bidirectional", **tokens)
 
 
 @pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
 def test_end_tokens_in_holes_do_not_end_the_row(sampler: str) -> None:
     model = constant_model(6)
-    inside = {"sampler": sampler, "holes_eos_inf": False}
-    out = paradec.infill(model, [1, 7, 7, 2, 7, 3], **inside)
+    request = {"sampler": sampler, "holes_eos_inf": False}
+    out = paradec.infill(model, [1, 7, 7, 2, 7, 3], **request)
     assert out.sequences.tolist() == [[1, 6, 6, 2, 6, 3]]
     assert (out.tokens, out.finished) == ([3], [False])
-    # given end tokens do not end the row either
-    out = paradec.infill(model, [6, 7, 6, 7, 3], **inside)
+    # end tokens of the prompt do not end the row either
+    out = paradec.infill(model, [6, 7, 6, 7, 3], **request)
     assert out.sequences.tolist() == [[6, 6, 6, 6, 3]]
-    # after the text an end token ends the row
-    out = paradec.infill(model, [1, 7, 2], max_new_tokens=4, block_length=2, **inside)
+    # after the prompt, an end token ends the row
+    out = paradec.infill(model, [1, 7, 2], max_new_tokens=4, block_length=2, **request)
     assert out.sequences.tolist() == [[1, 6, 2, 6, 5, 5, 5]]
     assert (out.tokens, out.finished) == ([2], [True])
     assert out.new_tokens.tolist() == [[6, 5, 5, 5]]
@@ -144,10 +144,10 @@ def test_end_tokens_in_holes_do_not_end_the_row(sampler: str) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["threshold", "low_confidence"])
-def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
-    model = constant_model(6)  # all other tokens tie: the first one is chosen
+def test_end_tokens_are_excluded_from_holes_only(sampler: str) -> None:
+    model = constant_model(6)  # all other tokens tie, so token 0 is chosen
     assert paradec.infill(model, [1, 7, 7, 2, 7, 3], sampler=sampler).sequences.tolist() == [[1, 0, 0, 2, 0, 3]]
-    # given end tokens stay, appended tokens may end the row, a row without a hole is unchanged
+    # end tokens of the prompt stay; appended tokens, or a hole at the end, may end the row
     out = paradec.infill(model, [[1, 7, 6, 7, 2], [3, 7]], max_new_tokens=2, sampler=sampler, block_length=3)
     assert out.sequences.tolist() == [[1, 0, 6, 0, 2, 6, 5], [5, 5, 5, 3, 6, 5, 5]]
     assert (out.tokens, out.finished) == ([3, 1], [True, True])
@@ -161,7 +161,7 @@ def test_end_tokens_stay_out_of_holes_and_of_nothing_else(sampler: str) -> None:
     refuses(lambda: paradec.infill(model, [1, 7, 2], holes_eos_inf=None), "holes_eos_inf=None must be True or False")
 
 
-INSIDE = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _, 8], [8, 9, 10, _, _, 11, 12, 13, 14, _, _, _, 15]]
+ROWS = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _, 8], [8, 9, 10, _, _, 11, 12, 13, 14, _, _, _, 15]]
 
 
 def with_end_tokens(model: Model) -> Model:
@@ -173,7 +173,7 @@ def with_end_tokens(model: Model) -> Model:
 
 
 def check_no_ends_inside(model: Model, **request: Any) -> None:
-    ending, rows = with_end_tokens(model), [fill_in_masks(model, row) for row in INSIDE]
+    ending, rows = with_end_tokens(model), [with_mask_ids(model, row) for row in ROWS]
     ends = torch.tensor(ending.facts.eos_token_ids)
     request = supported_fields(request.get("sampler", "threshold"), {"seed": 0, "temperature": 0.7, **request})
     out = paradec.infill(ending, rows, **request)
@@ -229,7 +229,7 @@ def test_other_requests_keep_end_tokens_out_of_holes(request_: dict[str, Any], d
 
 def test_reference_draws_keep_end_tokens_out_of_holes(model: Model) -> None:
     ending = with_end_tokens(model)
-    out = paradec.infill(ending, fill_in_masks(model, INSIDE[0]), temperature=1.0, seed=0, rng="reference")
+    out = paradec.infill(ending, with_mask_ids(model, ROWS[0]), temperature=1.0, seed=0, rng="reference")
     assert not torch.isin(out.sequences[out.filled], torch.tensor(ending.facts.eos_token_ids)).any()
 
 
@@ -237,7 +237,7 @@ def test_guidance_masks_the_given_tokens(llada64: Model) -> None:
     seen = []
     record = lambda module, args, kwargs: seen.append(kwargs["input_ids"].clone())  # noqa: E731
     handle = llada64.module.register_forward_pre_hook(record, with_kwargs=True)
-    row = fill_in_masks(llada64, HOLES[0])
+    row = with_mask_ids(llada64, HOLES[0])
     paradec.infill(llada64, row, guidance_scale=2.0, sampler="low_confidence")
     handle.remove()
     assert seen[0].tolist() == [row, [llada64.facts.mask_token_id] * len(row)]
@@ -264,7 +264,7 @@ def test_the_packaged_model_completes_an_answer(packaged: Model) -> None:
     assert len(out.fills) == 2 and out.finished == [True]
 
 
-def test_placeholders(packaged: Model) -> None:
+def test_texts_that_stand_for_masks(packaged: Model) -> None:
     mask = packaged.facts.mask_token_id
     word = {text: packaged.tokenizer(text, add_special_tokens=False)["input_ids"][0] for text in ("fox", "cow")}
 
@@ -278,7 +278,7 @@ def test_placeholders(packaged: Model) -> None:
     assert pattern("fox <mask:3> cow") == pattern("fox <mask><mask> <mask> cow") == [fox, mask, mask, mask, cow]
     assert pattern("fox ___ cow", mask="___") == [fox, mask, cow]
     assert pattern("fox [?:2] cow", mask="[?]") == [fox, mask, mask, cow]
-    assert pattern("fox <|mdm_mask|> cow") == [fox, mask, cow]  # the tokenizer's own name
+    assert pattern("fox <|mdm_mask|> cow") == [fox, mask, cow]  # the tokenizer's mask token
     assert pattern("fox <mask> cow", max_new_tokens=2) == [fox, mask, cow, mask, mask]
     request = {"num_return_sequences": 2, "temperature": 1.0, "seed": 0}
     several = paradec.infill(packaged, ["fox <mask>", "<mask:2> cow fox"], **request)
@@ -310,7 +310,7 @@ def test_a_space_before_a_hole_belongs_to_it() -> None:
         ([1, 2], {}, "the prompt of row 0 has nothing to fill"),
     ],
 )
-def test_wrong_infills(packaged: Model, prompt: Any, arguments: dict[str, Any], message: str) -> None:
+def test_wrong_infills_are_refused(packaged: Model, prompt: Any, arguments: dict[str, Any], message: str) -> None:
     refuses(lambda: paradec.infill(packaged, prompt, **arguments), message)
 
 

@@ -1,4 +1,4 @@
-"""Sampler, cache and block length of requests that name none, by the model's topology."""
+"""The default sampler, cache and block length of requests, by the model's topology."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def prepare_chat(model: Any, given: set[str], monkeypatch: Any, choose: bool = T
 
 
 @pytest.mark.parametrize(("topology", "prediction", "sampler", "cache", "block_length"), CHOICES)
-def test_chat_and_serve_choose_what_fits(
+def test_chat_and_serve_choose_defaults_by_topology(
     topology: str, prediction: str, sampler: str, cache: str, block_length: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny(2, topology, prediction)
@@ -55,7 +55,7 @@ def test_explicit_options_are_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (work.cache_name, work.model.default_block_length) == ("none", None)
 
 
-def test_a_causal_model_decodes_by_itself() -> None:
+def test_causal_models_decode_without_a_sampler_argument() -> None:
     model = tiny(2, "causal", "shifted")
     outputs = [paradec.generate(model, PROMPT, max_new_tokens=12, **named) for named in ({}, {"sampler": "sjd"})]
     assert torch.equal(outputs[0].new_tokens, outputs[1].new_tokens) and outputs[0].nfe == outputs[1].nfe
@@ -65,7 +65,7 @@ def test_a_causal_model_decodes_by_itself() -> None:
         paradec.generate(model, PROMPT, sampler="threshold", max_new_tokens=12)
 
 
-def test_a_model_of_canvases_decodes_by_itself() -> None:
+def test_canvas_models_decode_without_a_sampler_argument() -> None:
     model = paradec.wrap(tiny_gemma())
     request = {"max_new_tokens": 8, "seed": 1}
     first = paradec.generate(model, PROMPT, **request)
@@ -73,6 +73,6 @@ def test_a_model_of_canvases_decodes_by_itself() -> None:
     assert torch.equal(first.new_tokens, second.new_tokens)
 
 
-def test_chat_takes_one_model() -> None:
+def test_chat_refuses_two_models_and_unknown_ones() -> None:
     assert "both name the model" in refused("chat", "here", "--model", "there")
     assert "nowhere" in refused("chat", "./nowhere")

@@ -1,7 +1,7 @@
 """Tokens that are never drawn: tokens with a logit of -inf, the mask, and ids without a text.
 
-Models with logits of -inf are compared with the same model with finite logits so low that the probability is exactly 0.
-Models with mask id 0 are compared with the same weights and an explicit `pad_token_id`: only the padding may differ.
+Models with logits of -inf must decode like models with logits so low that the probability is exactly 0. Models with
+mask id 0 must decode like the same weights with a `pad_token_id`: only the padding may differ.
 """
 
 import functools
@@ -38,13 +38,13 @@ CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "dra
 PROMPTS = [[1, 3, 5], [7, 9]]
 INF, LOW = torch.inf, -1e4
 HALF, MOST = list(range(0, END, 2)), list(range(4, MASK))
-ONE = [token_id for token_id in range(VOCAB) if token_id not in (7, MASK)]
+ALL_BUT_7 = [token_id for token_id in range(VOCAB) if token_id not in (7, MASK)]
 PLAIN = [({"temperature": 0.0}, HALF), ({"temperature": 0.1, "top_k": 12, "top_p": 0.9}, MOST)]
-PLAIN += [({"temperature": 1.3}, ONE)]
+PLAIN += [({"temperature": 1.3}, ALL_BUT_7)]
 GUIDED = [
     ({"temperature": 0.8, "guidance_scale": 2.0}, HALF),
     ({"temperature": 0.0, "guidance_scale": 0.0, "top_k": 3}, MOST),
-    ({"temperature": 0.9, "guidance_scale": 0.5, "top_p": 0.9}, ONE),
+    ({"temperature": 0.9, "guidance_scale": 0.5, "top_p": 0.9}, ALL_BUT_7),
 ]
 
 
@@ -59,7 +59,7 @@ def with_logits(model: Model, change: Any) -> Model:
 
 
 def model_pair(token_ids: list[int], topology: str) -> list[Model]:
-    def made(value: float) -> Model:
+    def make_model(value: float) -> Model:
         model = tiny(1, "bidirectional" if topology == "causal" else topology)
         if topology == "causal":
             facts = {"topology": "causal", "prediction": "shifted", "eos_token_id": END, "mask_token_id": MASK}
@@ -67,12 +67,12 @@ def model_pair(token_ids: list[int], topology: str) -> list[Model]:
             model.own_drafts = OwnDrafts(4)
         return with_logits(model, lambda logits: logits.index_fill_(-1, torch.tensor(token_ids), value))
 
-    return [made(-INF), made(LOW)]
+    return [make_model(-INF), make_model(LOW)]
 
 
 @pytest.fixture(scope="module")
 def pairs() -> dict[tuple[str, int], list[Model]]:
-    sets = (HALF, MOST, ONE)
+    sets = (HALF, MOST, ALL_BUT_7)
     return {
         (topology, len(token_ids)): model_pair(token_ids, topology)
         for topology in {"causal", *map(topology_of, MASKED)}
@@ -106,7 +106,7 @@ def test_masked_samplers_exclude_tokens(pairs: Any, name: str, cases: list[tuple
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", REFERENCE)
-def test_masked_samplers_with_reference_draws(pairs: Any, name: str) -> None:
+def test_masked_samplers_exclude_tokens_with_reference_draws(pairs: Any, name: str) -> None:
     for temperature, token_ids in ((0.0, HALF), (0.8, MOST)):
         outputs = [
             paradec.generate(
@@ -144,8 +144,8 @@ def test_image_samplers_exclude_tokens(name: str) -> None:
     assert not {*token_ids} & {token for row in outputs[0][0] for token in row}
 
 
-class Wide(nn.Module):
-    """A model with a vocabulary so large that float32 is used. Excluded tokens depend on position and step."""
+class LargeVocabulary(nn.Module):
+    """A model with 6,000 tokens, for which float32 is used. Which tokens it excludes depends on position and step."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Wide(nn.Module):
 def test_large_vocabularies_in_float32(name: str) -> None:
     outputs = []
     for value in (-INF, LOW):
-        model = paradec.wrap(Wide(value), mask_token_id=5999, prediction="same", topology="bidirectional")
+        model = paradec.wrap(LargeVocabulary(value), mask_token_id=5999, prediction="same", topology="bidirectional")
         for request in ({}, {"temperature": 0.7, "guidance_scale": 2.0}):
             out = paradec.generate(model, [[1, 2, 3]], sampler=name, max_new_tokens=3, seed=0, **request)
             outputs.append((out.new_tokens.tolist(), out.row_nfe))
@@ -175,7 +175,7 @@ def test_large_vocabularies_in_float32(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.0, 1.5, 7.0])
 def test_guidance_with_excluded_tokens_is_the_limit_of_the_formula(scale: float) -> None:
-    # every branch excludes a third of the tokens, but never the first one
+    # each branch excludes a third of the tokens, but never token 0
     draw = torch.Generator().manual_seed(0)
     conditional, unconditional = torch.randn(2, 2, 40, 12, generator=draw, dtype=torch.float64)
     for logits in (conditional, unconditional):
@@ -209,7 +209,7 @@ def test_broken_logits_are_reported_under_guidance(name: str, broken: float, bra
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["low_confidence", "credit", "ccd", "sjd"])
 @pytest.mark.parametrize("scale", [0.5, 3.0])
-def test_tokens_that_one_branch_excludes(name: str, scale: float) -> None:
+def test_guidance_where_one_branch_excludes_tokens(name: str, scale: float) -> None:
     outputs = []
     for value in (-INF, -1e5):
         model = tiny(1)
@@ -257,7 +257,7 @@ def model_of(kind: str) -> Model:
     return model
 
 
-def assert_never_written(model: Model, sampler: Any, prompts: Any = PROMPTS, **request: Any) -> None:
+def assert_no_mask(model: Model, sampler: Any, prompts: Any = PROMPTS, **request: Any) -> None:
     out = paradec.generate(model, prompts, sampler=sampler, seed=1, eos_early_stop=False, **request)
     assert not (out.sequences == model.facts.mask_id).any(), request
 
@@ -267,7 +267,7 @@ def masked_pairs() -> list[tuple[str, str]]:
     for index, name in enumerate(MASKED_MASK):
         needs = samplers.get(name).needs
         kinds = [kind for kind in MODELS if kind != "causal" and fits(name, model_of(kind))]
-        if needs.multi_step or needs.mask_probes:  # refused by models that decode a block's first token separately
+        if needs.multi_step or needs.mask_probes:  # causal_context models refuse these samplers
             kinds = [kind for kind in kinds if kind != "causal_context"]
         pairs.append((name, kinds[index % len(kinds)]))
     return pairs
@@ -277,9 +277,9 @@ def masked_pairs() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "kind"), masked_pairs())
 def test_masked_samplers_never_write_the_mask(name: str, kind: str) -> None:
     for request in REQUESTS:
-        assert_never_written(model_of(kind), name, max_new_tokens=6, **supported_fields(name, request))
+        assert_no_mask(model_of(kind), name, max_new_tokens=6, **supported_fields(name, request))
     if "rng" not in samplers.get(name).unsupported and not samplers.get(name).needs.multi_step:
-        assert_never_written(model_of(kind), name, [[1, 3], [7, 9]], max_new_tokens=6, rng="reference")
+        assert_no_mask(model_of(kind), name, [[1, 3], [7, 9]], max_new_tokens=6, rng="reference")
 
 
 @pytest.mark.thinned
@@ -288,7 +288,7 @@ def test_causal_samplers_never_write_the_mask(name: str) -> None:
     model = model_of("causal")
     sampler = samplers.create(name, **({"drafter": model} if name == "speculative" else {}))
     for request in REQUESTS:
-        assert_never_written(model, sampler, max_new_tokens=6, **supported_fields(sampler, request))
+        assert_no_mask(model, sampler, max_new_tokens=6, **supported_fields(sampler, request))
 
 
 @pytest.mark.thinned
@@ -297,7 +297,7 @@ def test_causal_samplers_never_write_the_mask(name: str) -> None:
 def test_self_speculation_never_writes_the_mask(kind: str, settings: dict[str, Any]) -> None:
     sampler = samplers.create("self_speculative", **settings)
     for request in REQUESTS[: 2 if kind.startswith("block_causal") else 3]:
-        assert_never_written(model_of(kind), sampler, max_new_tokens=6, **request)
+        assert_no_mask(model_of(kind), sampler, max_new_tokens=6, **request)
 
 
 SIZE = 24
@@ -319,11 +319,11 @@ def textless_model(kind: str, tokenizer: Any = TOKENIZER) -> Model:
 
 
 def draw_tokens(model: Model, **request: Any) -> torch.Tensor:
-    """Return the ids [N] that `generate` draws. `generate_many` must draw the same (it takes no canvas models)."""
+    """Return the ids [N] that `generate` draws. `generate_many`, which refuses canvas models, must draw the same."""
     request = DRAWN | request
     if model.facts.topology == "causal":
         request["sampler"] = "sjd"
-    if model.facts.topology == "canvas":  # its sampler has its own temperature schedule
+    if model.facts.topology == "canvas":  # canvases have a temperature schedule instead
         del request["temperature"]
     ids = paradec.generate(model, input_ids=PROMPTS_TEXTLESS, **request).new_tokens.reshape(-1)
     if model.facts.topology == "canvas":
@@ -345,12 +345,12 @@ def test_ids_without_text_are_drawn_only_on_request(kind: str) -> None:
     assert draw_tokens(textless_model(kind, None)).max() >= SIZE
 
 
-def test_the_text_has_every_token() -> None:
+def test_the_text_has_a_word_for_every_token() -> None:
     out = paradec.generate(textless_model("bidirectional"), input_ids=PROMPTS_TEXTLESS[0], **DRAWN, logits_eos_inf=True)
     assert isinstance(out.text, str) and out.text.count("w") == 12
 
 
-def test_ends_beyond_the_tokenizer_are_drawn() -> None:
+def test_end_tokens_beyond_the_tokenizer_are_drawn() -> None:
     facts: dict[str, Any] = {"mask_token_id": MASK_TEXTLESS, "prediction": "same", "topology": "bidirectional"}
     ends = tuple(range(SIZE, 41, 2))
     model = paradec.wrap(tiny(2).module, tokenizer=TOKENIZER, eos_token_id=ends, **facts)
@@ -374,15 +374,15 @@ PAD, NEW = 7, 6
 RAGGED = [[3, 4, 5, 6, 8], [9], [10, 11]]
 
 
-def works(sampler: str, cache: str) -> bool:
+def is_supported(sampler: str, cache: str) -> bool:
     facts = ModelFacts(vocab_size=41, mask_token_id=0)
     return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
 
 
-PAIRS = [(name, cache) for name in MASKED for cache in ("none", "dual", "dkv_decode") if works(name, cache)]
+PAIRS = [(name, cache) for name in MASKED for cache in ("none", "dual", "dkv_decode") if is_supported(name, cache)]
 
 
-def module(seed: int = 0) -> LlamaForCausalLM:
+def make_module(seed: int = 0) -> LlamaForCausalLM:
     sizes = {
         "vocab_size": 41, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
         "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.4,
@@ -391,30 +391,30 @@ def module(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None)).double()
 
 
-def wrapped(**ids: Any) -> Model:
-    return paradec.wrap(module(), mask_token_id=0, prediction="same", topology="bidirectional", **ids)
+def wrap_module(**ids: Any) -> Model:
+    return paradec.wrap(make_module(), mask_token_id=0, prediction="same", topology="bidirectional", **ids)
 
 
 @pytest.fixture(scope="module")
 def models() -> tuple[Model, Model]:
-    return wrapped(), wrapped(pad_token_id=PAD)
+    return wrap_module(), wrap_module(pad_token_id=PAD)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "cache"), PAIRS)
-def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], name: str, cache: str) -> None:
+def test_padding_with_the_mask_id_is_not_undecided(models: tuple[Model, Model], name: str, cache: str) -> None:
     outputs = []
     for model in models:
         seen: list[tuple[int, int]] = []
 
-        def note(state: State, commit: Any, seen: list = seen) -> None:
+        def record(state: State, commit: Any, seen: list = seen) -> None:
             seen.append(state.progress)
 
         request = {"max_new_tokens": NEW, "cache": cache, "seed": 1}
         state = samplers.create(name).start(model, RAGGED, **request)
         assert state.progress == (0, NEW * len(RAGGED))
         assert int(state.undecided.sum()) == NEW * len(RAGGED)
-        out = paradec.generate(model, RAGGED, sampler=name, callback=note, trace=True, **request)
+        out = paradec.generate(model, RAGGED, sampler=name, callback=record, trace=True, **request)
         assert seen[-1] == (NEW * len(RAGGED),) * 2
         assert (out.sequences[(~out.attention_mask.bool())] == model.facts.fill_token_id).all()
         assert not (out.sequences == 0).any()
@@ -424,7 +424,7 @@ def test_the_padding_of_unequal_rows_is_decided(models: tuple[Model, Model], nam
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("cache", [name for name in caches.names() if works("threshold", name)])
+@pytest.mark.parametrize("cache", [name for name in caches.names() if is_supported("threshold", name)])
 def test_decoded_rows_can_be_continued(models: tuple[Model, Model], cache: str) -> None:
     model = models[0]
     keep = caches.create(cache).facts.uses_store
@@ -432,9 +432,9 @@ def test_decoded_rows_can_be_continued(models: tuple[Model, Model], cache: str) 
     assert not (first.sequences == 0).any()
     rows = [[*row, *new] for row, new in zip(RAGGED, first.new_tokens.tolist())]
     request = {"max_new_tokens": 2, "cache": cache}
-    once = paradec.generate(model, rows, **request)
+    unpadded = paradec.generate(model, rows, **request)
     padded = paradec.generate(model, first.sequences, attention_mask=first.attention_mask, **request)
-    assert torch.equal(padded.new_tokens, once.new_tokens)
+    assert torch.equal(padded.new_tokens, unpadded.new_tokens)
     assert padded.tokens == [2, 2, 2]
     if keep:
         assert all(0 not in tokens for tokens in first.prefix.tokens)
@@ -442,7 +442,7 @@ def test_decoded_rows_can_be_continued(models: tuple[Model, Model], cache: str) 
 
 
 def test_transformers_own_generate_pads_with_no_mask() -> None:
-    plain = module()
+    plain = make_module()
     plain.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=None, bos_token_id=None)
     ids = torch.tensor([[0, 0, 3, 4, 5], [0, 9, 8, 7, 6]])
     attention = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
@@ -450,6 +450,6 @@ def test_transformers_own_generate_pads_with_no_mask() -> None:
     out = plain.generate(ids, attention_mask=attention, max_new_tokens=NEW, return_dict_in_generate=True, **arguments)
     assert out.sequences.shape == (2, 5 + NEW)
     assert not (out.sequences == 0).any()
-    expected = paradec.generate(wrapped(), input_ids=ids, attention_mask=attention, max_new_tokens=NEW)
+    expected = paradec.generate(wrap_module(), input_ids=ids, attention_mask=attention, max_new_tokens=NEW)
     assert torch.equal(out.sequences[:, 5:], expected.new_tokens)
     assert out.tokens_per_forward == expected.tokens_per_forward

@@ -25,7 +25,7 @@ PROMPTS = [[3], [2, 1], [4, 0, 1]]
 LONG = [0, 3, 1, 3, 2, 4, 2, 1, 1, 0, 3, 2]
 """A second row that makes the canvas longer than the depth of any tree."""
 NEGATIVE = [[1], [3, 2, 1], [0, 2], [4]]
-MOST = 6
+MAX_NEW = 6
 DEEP = (2, 1, 1, 1, 1, 1, 1, 1)
 PATHS = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0))
 TREES: dict[str, Any] = {
@@ -37,28 +37,29 @@ TREES: dict[str, Any] = {
 }
 EAGLE = ("chain", "children per depth", "dynamic")
 
-OWN: dict[str, Any] = {
+PLAIN: dict[str, Any] = {
     "defaults": {},
     "resample": {"refresh": "resample", "init": "repeat_horizontal"},
     "maximal": {"refresh": "maximal", "init": "sample_horizontal"},
     "gumbel": {"refresh": "gumbel", "init": "repeat_horizontal", "window": 3},
     "keep": {"refresh": "keep", "init": "sample_horizontal", "guess_distribution": "one_hot"},
 }
-"""Settings of samplers without a drafter. A sampler gets those that it has."""
-SHAPES = OWN | TREES
+"""Settings of samplers without a drafter, by name. Samplers that lack a setting are skipped."""
+SHAPES = PLAIN | TREES
 CAUSAL = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
 CAUSAL.remove("self_speculative")  # needs other models
 
 
 def list_cases() -> list[tuple[str, str, str]]:
-    """List (sampler, drafter, shape of drafts): every sampler without and with both drafters; fewer for lossy ones."""
+    """List (sampler, drafter, key of SHAPES) for every sampler; lossy samplers have fewer cases."""
     result = []
     for name in CAUSAL:
         kind = samplers.get(name)
-        if name == "zipar":  # it needs an image grid and drafts rows of it
+        if name == "zipar":  # zipar works only on image grids
             continue
         if not getattr(kind, "needs_drafter", False):
-            result += [(name, "none", shape) for shape in (OWN if kind.lossless else ["defaults"]) if fits(name, shape)]
+            shapes = PLAIN if kind.lossless else ["defaults"]
+            result += [(name, "none", shape) for shape in shapes if fits(name, shape)]
         if issubclass(kind, DraftingSampler):
             result += [(name, "table", shape) for shape in (TREES if kind.lossless else EAGLE)]
             result += [(name, "eagle", shape) for shape in EAGLE]
@@ -108,7 +109,7 @@ def next_logits(model: Any, ids: list[int]) -> Tensor:
 
 def greedy(model: Any, prompt: list[int], negative: list[int], scale: float) -> list[int]:
     ids: list[int] = []
-    for _ in range(MOST):
+    for _ in range(MAX_NEW):
         logits = next_logits(model, prompt + ids)
         if scale != 1:
             other = next_logits(model, negative + ids)
@@ -119,7 +120,7 @@ def greedy(model: Any, prompt: list[int], negative: list[int], scale: float) -> 
 
 @pytest.fixture(scope="module")
 def plain(models: dict[str, tuple[Any, Any]]) -> dict[tuple[str, float], list[list[int]]]:
-    """Return greedy answers of MOST tokens to PROMPTS and LONG; shorter answers are their prefixes."""
+    """Return greedy answers of MAX_NEW tokens to PROMPTS and LONG; shorter answers are their prefixes."""
     return {
         (kind, scale): [greedy(model, *pair, scale) for pair in zip([*PROMPTS, LONG], NEGATIVE, strict=True)]
         for (kind, (model, _)), scale in itertools.product(models.items(), (1.0, 2.0))
@@ -137,7 +138,7 @@ def test_temperature_0_is_greedy_decoding(
 ) -> None:
     model, small = models[drafter]
     sampler = create_sampler(name, small, shape)
-    for new in range(1, MOST + 1) if sampler.lossless and drafter != "none" else (2, 5):
+    for new in range(1, MAX_NEW + 1) if sampler.lossless and drafter != "none" else (2, 5):
         scale = 2.0 if new in (1, 4, 5) else 1.0
         expected = [ids[:new] for ids in plain[drafter, scale]]
         for rows in ([PROMPTS, PROMPTS[:1]][new % 2], [*PROMPTS, LONG]):
@@ -159,8 +160,8 @@ def test_drafted_rows_do_not_depend_on_their_neighbours(name: str, drafter: str,
             if scale != 1:
                 request["negative_prompt"] = [[2, 1]] * len(rows)
             actual.append(decode_answers(sampler, model, rows, seed=list(range(len(rows))), **request)[0])
-        alone, short, beside = actual
-        assert alone == short[:1] and short == beside[:-1], new
+        alone, short, with_long = actual
+        assert alone == short[:1] and short == with_long[:-1], new
 
 
 GRIDS = [
@@ -203,12 +204,12 @@ def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any,
 @pytest.mark.thinned
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("new", [1, 2])
-def test_the_distribution_of_short_answers_is_the_model_s(shape: str, new: int, models: Any) -> None:
+def test_short_answers_have_the_distribution_of_the_model(shape: str, new: int, models: Any) -> None:
     model, small = models["table"]
     state = create_sampler("speculative", small, shape).start(model, [PROMPTS[0]] * 3000, max_new_tokens=new, seed=new)
     decode(create_sampler("speculative", small, shape), model, state)
-    every, distribution = exactness.exact_distribution(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
-    counts = exactness.count_answers(state.canvas[:, 1:], every, 5)
+    answers, distribution = exactness.exact_distribution(model, PROMPTS[0], new, Request(temperature=1.0), NEGATIVE[0])
+    counts = exactness.count_answers(state.canvas[:, 1:], answers, 5)
     assert exactness.p_value(counts, distribution.numpy()) > 0.01 / (2 * len(TREES))
 
 
@@ -249,17 +250,17 @@ def test_masked_answers_shorter_than_a_block(name: str, masked_models: dict[tupl
         model, request = masked_models[kinds[turn % len(kinds)]], REQUESTS[turn % len(REQUESTS)]
         request = supported_fields(name, request | {"cache": cache})
         state = sampler.start(model, rows, seed=[1, 2, 3], **request)
-        given = ~state.undecided
+        fixed = ~state.undecided
         before = state.canvas.clone()
         decode(sampler, model, state)
-        assert not state.undecided.any() and torch.equal(state.canvas[given], before[given])
+        assert not state.undecided.any() and torch.equal(state.canvas[fixed], before[fixed])
         assert state.progress[0] == state.progress[1]
-        at = turn % 2  # one of the two short rows
-        alone = sampler.start(model, rows[at : at + 1], seed=at + 1, **request)
+        index = turn % 2  # one of the two short rows
+        alone = sampler.start(model, rows[index : index + 1], seed=index + 1, **request)
         decode(sampler, model, alone)
-        stop = int(state.requested_end[at])
-        assert alone.canvas[0, :stop].tolist() == state.canvas[at, :stop].tolist(), cache
-        assert (alone.nfe[0], alone.end[0]) == (state.nfe[at], state.end[at]), cache
-        assert alone.forwarded_tokens[0] == state.forwarded_tokens[at], cache
+        stop = int(state.requested_end[index])
+        assert alone.canvas[0, :stop].tolist() == state.canvas[index, :stop].tolist(), cache
+        assert (alone.nfe[0], alone.end[0]) == (state.nfe[index], state.end[index]), cache
+        assert alone.forwarded_tokens[0] == state.forwarded_tokens[index], cache
         checked += 1
     assert checked

@@ -32,7 +32,7 @@ PROMPT = "Reverse: pear fig apple kiwi"
 STEPWISE = {"sampler": "low_confidence", "max_new_tokens": 8}
 
 
-class Drafts(TensorRecorder):
+class DraftRecorder(TensorRecorder):
     def __init__(self) -> None:
         super().__init__()
         self.drafts: list[Tensor] = []
@@ -75,7 +75,7 @@ def test_every_token_is_streamed_once_and_final(name: str, kind: str, request: p
     def callback(state: Any, commit: Any) -> None:
         snapshots.append((state.canvas.clone(), state.length.copy(), bool(state.done)))
 
-    streamer = Drafts()
+    streamer = DraftRecorder()
     out = paradec.generate(model, rows, streamer=streamer, callback=callback, **arguments)
     assert torch.equal(out.sequences, expected.sequences) and out.row_nfe == expected.row_nfe
     assert streamer.ends == 1
@@ -109,7 +109,7 @@ def test_tokens_are_sent_as_soon_as_they_are_final(llada: Model) -> None:
     assert len({count for count, _ in sent}) > 3
 
 
-def test_text_streamer(packaged: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_streamers_print_the_answer(packaged: Model, capsys: pytest.CaptureFixture[str]) -> None:
     out = paradec.generate(packaged, PROMPT, streamer=TextStreamer(packaged.tokenizer), **STEPWISE)
     tokens = out.sequences[0, : out.sequences.shape[1] - 8 + out.tokens[0]]
     assert capsys.readouterr().out == packaged.tokenizer.decode(tokens) + "\n"
@@ -118,7 +118,7 @@ def test_text_streamer(packaged: Model, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.strip() == out.text == "kiwi apple fig pear"
 
 
-def test_text_iterator_streamer(packaged: Model) -> None:
+def test_text_iterator_streamers_yield_the_answer(packaged: Model) -> None:
     streamer = TextIteratorStreamer(packaged.tokenizer, skip_prompt=True, timeout=60, skip_special_tokens=True)
     arguments = {"streamer": streamer, **STEPWISE}
     thread = threading.Thread(target=paradec.generate, args=(packaged, PROMPT), kwargs=arguments)
@@ -129,7 +129,7 @@ def test_text_iterator_streamer(packaged: Model) -> None:
     assert len([piece for piece in pieces if piece]) > 1
 
 
-def test_text_diffusion_streamer(packaged: Model, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_diffusion_streamers_show_drafts(packaged: Model, capsys: pytest.CaptureFixture[str]) -> None:
     streamer = TextDiffusionStreamer(packaged.tokenizer, skip_prompt=True)
     out = paradec.generate(packaged, PROMPT, streamer=streamer, **STEPWISE)
     screen = capsys.readouterr().out
@@ -137,7 +137,7 @@ def test_text_diffusion_streamer(packaged: Model, capsys: pytest.CaptureFixture[
     assert len(drafts) == out.nfe - 1
     assert packaged.tokenizer.mask_token in drafts[0]
     assert drafts[0].count(packaged.tokenizer.mask_token) > drafts[-1].count(packaged.tokenizer.mask_token)
-    # the terminal's text after every draft is erased
+    # drafts, which the terminal erases, are removed from the output
     shown = re.sub("\0337.*?\0338\033\\[J", "", screen, flags=re.DOTALL)
     assert shown == packaged.tokenizer.decode(out.new_tokens[0, : out.tokens[0]]) + "\n"
 
@@ -157,7 +157,7 @@ def test_one_row_streamers_refuse_a_batch(packaged: Model) -> None:
 
 
 @pytest.mark.parametrize("rows", [[[1, 2, -1, 3, 4, -1, -1, 5]], [[1, 2, -1, 3, 4, -1, -1, 5], [6, 7, 8, 9, -1, 1]]])
-def test_infill_streams_given_text_too(llada: Model, rows: list[list[int]]) -> None:
+def test_infill_streams_the_prompt_too(llada: Model, rows: list[list[int]]) -> None:
     rows = [[llada.facts.mask_token_id if token < 0 else token for token in row] for row in rows]
     streamer = TensorRecorder()
     out = paradec.infill(llada, rows, sampler="low_confidence", streamer=streamer)
@@ -180,19 +180,19 @@ def test_errors_end_the_streamer(llada: Model, error: BaseException) -> None:
         paradec.generate(llada, [1, 2], streamer=streamer, callback=raise_in_callback(error), **STEPWISE)
     assert streamer.ends == 1
 
-    class Full(TensorRecorder):
+    class BrokenPipe(TensorRecorder):
         def put(self, value: Tensor) -> None:
             super().put(value)
             if len(self.puts) == 2:
                 raise BrokenPipeError
 
-    streamer = Full()
+    streamer = BrokenPipe()
     with pytest.raises(BrokenPipeError):
         paradec.generate(llada, [1, 2], streamer=streamer, **STEPWISE)
     assert streamer.ends == 1
 
 
-def test_an_early_end_by_callback(llada: Model) -> None:
+def test_a_callback_can_end_a_streamed_request(llada: Model) -> None:
     streamer = TensorRecorder()
     out = paradec.generate(llada, [1, 2], streamer=streamer, callback=lambda state, commit: True, **STEPWISE)
     assert out.row_nfe == [1] and streamer.ends == 1
@@ -200,11 +200,11 @@ def test_an_early_end_by_callback(llada: Model) -> None:
 
 
 def test_streamed_tensors_do_not_change_later(llada: Model) -> None:
-    streamer = Drafts()
+    streamer = DraftRecorder()
     drafts = []
     streamer.put_draft = lambda value: drafts.append((value, value.tolist()))
     paradec.generate(llada, [1, 2], streamer=streamer, **STEPWISE)
-    assert all(value.tolist() == at_the_time for value, at_the_time in drafts) and drafts
+    assert all(value.tolist() == snapshot for value, snapshot in drafts) and drafts
 
 
 def length_by_transformers(ids: list[int], stops: list[str]) -> int:
@@ -302,7 +302,7 @@ def test_ends_where_transformers_ends(ids: list[int], data: st.DataObject) -> No
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
-def test_every_sampler_stops(name: str) -> None:
+def test_every_sampler_ends_at_stop_strings(name: str) -> None:
     first, second = encode(TEXT), encode(TEXT[3:])
     model, stop = reciting_model(first, second), ". th"
     if not fits(name, model):
@@ -311,10 +311,10 @@ def test_every_sampler_stops(name: str) -> None:
     out = paradec.generate(model, [[10, 10], [11, 11]], **arguments)
     assert TOKENIZER.mask_token_id not in out.sequences
     for row, ids in enumerate([first[:20], second[:20]]):
-        keeps = length_by_transformers(ids, [stop])
-        assert out.new_tokens[row, :keeps].tolist() == ids[:keeps]
-        assert out.tokens[row] == keeps
-        assert out.finished[row] == (keeps < 20)
+        count = length_by_transformers(ids, [stop])
+        assert out.new_tokens[row, :count].tolist() == ids[:count]
+        assert out.tokens[row] == count
+        assert out.finished[row] == (count < 20)
         alone = paradec.generate(model, [[10 + row] * 2], **arguments)
         assert alone.new_tokens[0].tolist() == out.new_tokens[row].tolist()
         assert (alone.tokens[0], alone.nfe) == (out.tokens[row], out.row_nfe[row])
@@ -327,8 +327,8 @@ def test_the_earliest_of_all_rules_ends_a_row() -> None:
     ids = encode("one two") + [TOKENIZER.eos_token_id] + encode(". three")
     model = reciting_model(ids)
     arguments = {"max_new_tokens": len(ids), "sampler": "threshold"}
-    kept = len(encode("one two"))
-    assert paradec.generate(model, [10, 10], stop_strings="three", **arguments).tokens == [kept + 1]
+    count = len(encode("one two"))
+    assert paradec.generate(model, [10, 10], stop_strings="three", **arguments).tokens == [count + 1]
     assert paradec.generate(model, [10, 10], stop_strings=["three", "ne"], **arguments).text == "one"
     assert paradec.generate(model, [10, 10], stop_strings=["ne", "three"], **arguments).text == "one"
 
@@ -341,13 +341,13 @@ def test_a_special_token_is_a_stop_string() -> None:
 
 
 def test_the_prompt_is_no_part_of_a_match() -> None:
-    class Prompted(RecitingModule):
+    class IgnoringIds(RecitingModule):
         def forward(self, ids: Tensor) -> Tensor:
             return super().forward(torch.full_like(ids, 10))
 
     ids = encode("\n one two")
     model = reciting_model(ids)
-    model.module.__class__ = Prompted
+    model.module.__class__ = IgnoringIds
     newline = encode("\n")[0]
     out = paradec.generate(model, [newline, newline], max_new_tokens=len(ids), stop_strings="\n\n")
     assert out.text == "\n one two"

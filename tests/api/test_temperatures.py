@@ -30,7 +30,7 @@ from paradec.samplers.distributions import token_distribution
 from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
-WARM = [name for name in MASKED if "temperature" not in samplers.get(name).unsupported]
+TEMPERED = [name for name in MASKED if "temperature" not in samplers.get(name).unsupported]
 DRAFTING = [name for name in samplers.names() if samplers.get(name).family == "draft_verify"]
 PICTURES = [name for name in DRAFTING if "image" in samplers.get(name).models]
 TEMPERATURES = (0.05, 0.2, 1.0, 2.0)
@@ -40,7 +40,7 @@ NEW = 4
 
 
 class Table:
-    """A masked model whose logits are rows of a random table; requests exclude half of the vocabulary."""
+    """A masked model whose logits are rows of a random table. Requests exclude `suppressed`, the even token ids."""
 
     tokenizer, pads, supports_store, supports_visibility = None, True, False, True
     default_max_new_tokens, default_block_length = NEW, None
@@ -55,11 +55,11 @@ class Table:
 
     def __call__(self, query: Query, store: Any = None) -> Tensor:
         rows, count = query.wanted.shape
-        known = ((query.tokens + 1) * (query.positions + 3)).unsqueeze(1).expand(rows, query.tokens.shape[1], -1)
+        context = ((query.tokens + 1) * (query.positions + 3)).unsqueeze(1).expand(rows, query.tokens.shape[1], -1)
         if query.visible is not None:
-            known = known * query.visible
-        context = known.sum(-1).gather(1, query.wanted)
-        return self.table[(context + query.positions.gather(1, query.wanted)) % len(self.table)]
+            context = context * query.visible
+        sums = context.sum(-1).gather(1, query.wanted)
+        return self.table[(sums + query.positions.gather(1, query.wanted)) % len(self.table)]
 
 
 @lru_cache
@@ -75,13 +75,13 @@ def filter_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def one_draw(name: str) -> dict[str, Any]:
+def plain_draws(name: str) -> dict[str, Any]:
     return {"final_temperature": None} if "final_temperature" in samplers.get(name).settings() else {}
 
 
 def decode_tokens(name: str, model: Table, filter_file: str, block: int, **request: Any) -> Tensor:
     """Return the new tokens [2, NEW] of two rows. Warnings are errors."""
-    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
+    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else plain_draws(name)
     arguments = {"max_new_tokens": NEW, "seed": 3, "suppress_tokens": model.suppressed} | request
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -89,7 +89,7 @@ def decode_tokens(name: str, model: Table, filter_file: str, block: int, **reque
         arguments |= {"sampler": samplers.create(name, **settings), "blocks": paradec.FixedBlocks(block)}
         out = paradec.generate(model, [[1, 2, 3], [4, 5, 6]], **arguments)
     tokens = out.new_tokens
-    assert (tokens % 2 == 1).all() and (tokens != model.facts.mask_token_id).all(), "an excluded token was taken"
+    assert (tokens % 2 == 1).all() and (tokens != model.facts.mask_token_id).all(), "an excluded token was drawn"
     return tokens
 
 
@@ -99,7 +99,7 @@ CASES = len(DISTRIBUTION_FILTERS) * 3 * len(MASKED + DRAFTING)
 
 
 def filtered_distribution(logits: Tensor, temperature: float, top_p: float = 1.0, top_k: int = 10**9) -> Tensor:
-    """Return the filtered distribution [V] of a token, by a plain loop."""
+    """Return softmax(logits / temperature) [V] after top-k and top-p, by a plain loop."""
     weights = [math.exp((float(x) - float(logits.max())) / temperature) for x in logits]
     order, before = sorted(range(len(weights)), key=lambda token: -weights[token]), 0.0
     result = torch.zeros(len(weights), dtype=torch.float64)
@@ -110,7 +110,7 @@ def filtered_distribution(logits: Tensor, temperature: float, top_p: float = 1.0
     return result / result.sum()
 
 
-class Constant(Table):
+class ConstantTable(Table):
     embedding = torch.rand(50, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def __init__(self, **facts: Any) -> None:
@@ -136,15 +136,15 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:delimiters=")
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0])
-@pytest.mark.parametrize("name", WARM + [name for name in PICTURES if name != "zipar"])  # which needs a grid
+@pytest.mark.parametrize("name", TEMPERED + [name for name in PICTURES if name != "zipar"])  # zipar needs a grid
 def test_draws_have_the_filtered_distribution(name: str, temperature: float, filter_file: str) -> None:
     """Masked samplers use blocks of one position. The other samplers draft and verify."""
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
-    model: Any = Constant(**(facts_of(name, 1) if name in MASKED else causal))
-    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else one_draw(name)
+    model: Any = ConstantTable(**(facts_of(name, 1) if name in MASKED else causal))
+    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else plain_draws(name)
     sampler = with_drafter(name, lambda: table_drafter(causal), **settings, **UNCHANGED.get(name, {}))
     logits = model.table[0].clone()
-    if name == "sjd_pac":  # its branches need a store: here a Llama with the same embedding for all tokens
+    if name == "sjd_pac":  # needs a store: a Llama whose logits do not depend on the tokens
         module = tiny_llama(layers=1)
         module.get_input_embeddings().weight.data[:] = module.get_input_embeddings().weight.data[0]
         model, logits = wrap_causal(module), module(torch.tensor([[0]])).logits[0, 0].detach()
@@ -160,15 +160,15 @@ def test_draws_have_the_filtered_distribution(name: str, temperature: float, fil
         assert torch.equal(paradec.generate(model, [1, 2], **request, **filters).new_tokens[0], tokens[0])
 
 
-def table_drafter(causal: dict[str, Any]) -> Constant:
-    drafter = Constant(**causal)
+def table_drafter(causal: dict[str, Any]) -> ConstantTable:
+    drafter = ConstantTable(**causal)
     drafter.table = (drafter.table + drafter.table.roll(1, 1)) / 2
     return drafter
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", WARM)
-def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> None:
+@pytest.mark.parametrize("name", TEMPERED)
+def test_masked_samplers_decode_at_every_temperature(name: str, filter_file: str) -> None:
     drawn = [
         decode_tokens(name, table(name=name), filter_file, 4, temperature=temperature, **filters)
         for temperature, others in zip(TEMPERATURES, FILTERS, strict=True)
@@ -181,7 +181,7 @@ def test_masked_samplers_at_every_temperature(name: str, filter_file: str) -> No
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", WARM)
+@pytest.mark.parametrize("name", TEMPERED)
 def test_masked_samplers_are_greedy_near_temperature_0(name: str, filter_file: str) -> None:
     blocks = (1, 4) if samplers.get(name).needs.score_from == "raw" and name != "s2d2" else (1,)  # s2d2 draws
     for block, filters in itertools.product(blocks, FILTERS[::3]):
@@ -192,8 +192,8 @@ def test_masked_samplers_are_greedy_near_temperature_0(name: str, filter_file: s
         assert torch.equal(greedy, cold), (block, filters)
 
 
-IDLE: tuple[dict[str, Any], ...] = ({}, {"seed": 2}, {"top_p": 0.3}, {"top_k": 2})
-DRAWN = ("random", "origin", "maskgit", "recap", "lpd", "s2d2")
+INEFFECTIVE: tuple[dict[str, Any], ...] = ({}, {"seed": 2}, {"top_p": 0.3}, {"top_k": 2})
+DRAWING = ("random", "origin", "maskgit", "recap", "lpd", "s2d2")
 """Samplers that also draw at temperature 0: positions, or the acceptance of drafts."""
 
 
@@ -203,20 +203,20 @@ def test_fields_without_effect_at_temperature_0_are_warned_of(name: str, filter_
     settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else {}
     sampler, outputs = samplers.create(name, **settings), []
     rows = [[1, 2], [4, 5, 6]]
-    for changes in IDLE:
+    for changes in INEFFECTIVE:
         arguments = {"seed": 1} | changes
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             out = paradec.generate(
                 table(name=name), rows, sampler=sampler, max_new_tokens=8, block_length=4, **arguments
             )
         filters = {} if sampler.needs.score_from == "sampled" else changes
-        idle = [f"{field}={value}" for field, value in filters.items() if field != "seed"]
-        idle += [f"seed={arguments['seed']}"] * (name not in DRAWN)
-        messages = [str(warning.message) for warning in heard if "temperature 0" in str(warning.message)]
-        assert [message.split(" ha")[0] for message in messages] == [", ".join(idle)] * bool(idle)
+        ineffective = [f"{field}={value}" for field, value in filters.items() if field != "seed"]
+        ineffective += [f"seed={arguments['seed']}"] * (name not in DRAWING)
+        messages = [str(warning.message) for warning in caught if "temperature 0" in str(warning.message)]
+        assert [message.split(" ha")[0] for message in messages] == [", ".join(ineffective)] * bool(ineffective)
         outputs.append((out.sequences.tolist(), out.nfe))
-        is_drawn = "seed" in changes and name in DRAWN
+        is_drawn = "seed" in changes and name in DRAWING
         assert is_drawn == (outputs[-1] != outputs[0]) or sampler.needs.score_from == "sampled"
 
 
@@ -229,9 +229,9 @@ def test_each_request_warns_once() -> None:
         lambda: paradec.generate(table(), [1, 2], preset=paradec.Request(temperature=0.0, top_k=3), **arguments),
     ]
     for entry in entries:
-        with pytest.warns(UserWarning, match="^top_p=0.9, seed=3 have no effect at temperature 0") as heard:
+        with pytest.warns(UserWarning, match="^top_p=0.9, seed=3 have no effect at temperature 0") as caught:
             entry()
-        assert len(heard) == 1
+        assert len(caught) == 1
     custom = type("Own", (samplers.get("threshold"),), {})()
     quiet: list[dict[str, Any]] = [
         {"temperature": 1.0},
@@ -248,7 +248,7 @@ def test_each_request_warns_once() -> None:
         warnings.simplefilter("error")
         paradec.generate(paradec.load(), "Sort: pear fig", **drawn)
     causal = wrap_causal(tiny_llama())
-    with pytest.warns(UserWarning, match="^top_k=3 has no effect at temperature 0") as heard:
+    with pytest.warns(UserWarning, match="^top_k=3 has no effect at temperature 0") as caught:
         paradec.generate(causal, [1, 2], sampler="sjd", temperature=0, top_k=3, seed=1, max_new_tokens=2)
 
 
@@ -258,7 +258,7 @@ def test_each_request_warns_once() -> None:
     [(50, torch.float32, 3e38), (9001, torch.float32, 3e38), (50, torch.float64, 1.7e308)],
     ids=["float32", "float32, large", "float64"],
 )
-@pytest.mark.parametrize("name", WARM)
+@pytest.mark.parametrize("name", TEMPERED)
 def test_masked_samplers_take_extreme_logits(name: str, vocab: int, dtype: Any, scale: float, filter_file: str) -> None:
     model = table(vocab, dtype, scale, name)
     decode_tokens(name, model, filter_file, 2, temperature=0.5, max_new_tokens=2, **FILTERS[3])
@@ -275,15 +275,15 @@ def test_positions_are_drawn_within_the_steps(name: str, alg_temp: float) -> Non
     if alg_temp == COLD:
         top = paradec.generate(table(), prompts, sampler=samplers.create(name), **request)
         assert torch.equal(out.sequences, top.sequences)
-    ends = Table(50, torch.float64, 8.0)
-    ends.facts = dataclasses.replace(ends.facts, eos_token_ids=tuple(range(0, 49, 2)))
-    last = {"confidence_eos_eot_inf": True, "eos_early_stop": False}
-    out = paradec.generate(ends, prompts, sampler=samplers.create(name, alg_temp=alg_temp), **last, **request)
+    model = Table(50, torch.float64, 8.0)
+    model.facts = dataclasses.replace(model.facts, eos_token_ids=tuple(range(0, 49, 2)))
+    options = {"confidence_eos_eot_inf": True, "eos_early_stop": False}
+    out = paradec.generate(model, prompts, sampler=samplers.create(name, alg_temp=alg_temp), **options, **request)
     assert out.nfe <= 4
 
 
 def broken_table(vocab: int, dtype: torch.dtype, kind: str, **facts: Any) -> Table:
-    """Create a table with invalid logits of a kind. With "allowed" every allowed token has a logit of -inf."""
+    """Create a table with invalid logits: nan or inf for token 5, or -inf for all tokens or all allowed ones."""
     model = Table(vocab, dtype, 8.0, **facts)
     if kind == "allowed":
         model.table[:, 1::2] = -torch.inf
@@ -311,7 +311,7 @@ def test_broken_logits_are_reported_at_every_temperature(name: str, filter_file:
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [60, 9001])
-def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> None:
+def test_token_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
     logits = (4 * torch.randn(3, 2, vocab, generator=generator)).to(dtype)
     logits[0, 0, 3:] = -torch.inf
@@ -327,7 +327,7 @@ def test_distributions_at_every_temperature(vocab: int, dtype: torch.dtype) -> N
                 z = row if tokens_allowed is None else row.masked_fill(~tokens_allowed, -torch.inf)
                 z = (z - z.max()) / temperature
                 keep = probabilities > 0
-                # tokens that tie with the last one stay
+                # tokens that tie with the k-th are not filtered
                 assert not (keep & (z == -torch.inf)).any() and (z > z[keep].min()).sum() < filters.get("top_k", vocab)
                 p = z.masked_fill(~keep, -torch.inf).exp()
                 rel = 1e-12 if dtype == torch.float64 else 2e-5
@@ -374,12 +374,12 @@ def test_broken_distributions_are_reported_at_every_temperature(name: str) -> No
 def test_a_broken_drafter_is_reported(kind: str, tree: Any) -> None:
     model, drafter = wrap_causal(), wrap_causal(tiny_llama(1))
     value = float("-inf" if kind == "allowed" else kind)
-    every = {"allowed": 2, "-inf": 1}.get(kind, 12)
+    stride = {"allowed": 2, "-inf": 1}.get(kind, 12)
 
-    def breaks(module: Any, given: Any, output: Any) -> None:
-        output.logits[..., ::every] = value
+    def break_logits(module: Any, given: Any, output: Any) -> None:
+        output.logits[..., ::stride] = value
 
-    drafter.module.register_forward_hook(breaks)
+    drafter.module.register_forward_hook(break_logits)
     rule = {"rule": "naive"} if isinstance(tree, DynamicTree) else {}
     sampler = samplers.create("speculative", drafter=drafter, tree=tree, **rule)
     for temperature in (0.0, 1.0):
@@ -393,7 +393,7 @@ def llamagen(seed: int = 0) -> ImageModel:
     return tiny_llamagen(seed=seed, grid=2)
 
 
-def codes(name: str, **request: Any) -> Tensor:
+def decode_codes(name: str, **request: Any) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         request |= {"sampler": with_drafter(name, lambda: llamagen(1)), "seed": 0, "output_type": "latent"}
@@ -404,8 +404,8 @@ def codes(name: str, **request: Any) -> Tensor:
 @pytest.mark.parametrize("name", PICTURES)
 def test_image_samplers_at_every_temperature(name: str) -> None:
     for temperature, filters in zip(TEMPERATURES, FILTERS, strict=True):
-        assert codes(name, temperature=temperature, **({"top_k": 0} | filters)).shape == (1, 2, 2)
-    assert torch.equal(codes(name, temperature=COLD), codes(name, temperature=0.0))
+        assert decode_codes(name, temperature=temperature, **({"top_k": 0} | filters)).shape == (1, 2, 2)
+    assert torch.equal(decode_codes(name, temperature=COLD), decode_codes(name, temperature=0.0))
 
 
 @pytest.mark.thinned
@@ -447,7 +447,7 @@ def test_masked_images_at_every_temperature() -> None:
     model = paradec.load("digits-maskgit", dtype="float64")
     for name in ("maskgit", "halton", "recap"):
         request = {"class_labels": [3], "steps": 3, "seed": 0, "output_type": "latent", "cache": "none"}
-        sampler = samplers.create(name, **one_draw(name))
+        sampler = samplers.create(name, **plain_draws(name))
         drawn = {
             temperature: paradec.generate_images(model, sampler=sampler, temperature=temperature, **request).codes
             for temperature in (0.0, COLD, *TEMPERATURES[::3])

@@ -30,7 +30,7 @@ def test_turns_are_answered_one_by_one() -> None:
     assert ok("chat", stdin="\n\n".join(TURNS) + "\n").splitlines() == paradec.generate(model, TURNS).text
     assert ok("chat", stdin=TURNS[0] + "\n/quit\n" + TURNS[1]) == "apple fig pear\n"
     assert ok("chat", stdin="") == ""
-    # a byte-order mark, a "\r" at the end of a line, and one inside a line, which does not end the turn
+    # a byte-order mark and the "\r" of a line end are ignored; a "\r" inside a line does not end the turn
     odd = b"\xef\xbb\xbf" + TURNS[0].encode() + b"\r\nReverse: kiwi fig\rcow dog\n"
     assert ok("chat", stdin=odd).splitlines() == paradec.generate(model, TURNS).text
     settings = ("--sampler", "low_confidence", "--max-new-tokens", 8, "--temperature", 1, "--seed", 3)
@@ -38,7 +38,7 @@ def test_turns_are_answered_one_by_one() -> None:
     assert ok("chat", *settings, stdin=TURNS[1]) == paradec.generate(model, TURNS[1], **request).text + "\n"
 
 
-def test_commands(tmp_path: Path) -> None:
+def test_commands_print_and_write_files(tmp_path: Path) -> None:
     trace = tmp_path / "steps.json"
     lines = ["/sampler", "/sampler credit(threshold=0.8)", TURNS[0], "/trace", f"/trace {trace}", "/reset", "/help"]
     printed = ok("chat", stdin="\n".join(lines)).splitlines()
@@ -61,7 +61,7 @@ def test_commands(tmp_path: Path) -> None:
         ("/no", "unknown command: '/no'"),
     ],
 )
-def test_an_error_ends_no_chat(line: str, message: str) -> None:
+def test_errors_do_not_end_the_chat(line: str, message: str) -> None:
     result = run("chat", stdin=f"{line}\n{TURNS[0]}\n")
     assert (result.exit_code, result.stdout) == (1, "apple fig pear\n")
     assert message in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
@@ -80,7 +80,7 @@ def create_work(model: Any, cache: str = "none") -> Work:
     return work
 
 
-def words() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> PreTrainedTokenizerFast:
     """Create a tokenizer with one word per id of the tiny models and a chat template."""
     core = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCAB)}))
     core.pre_tokenizer = WhitespaceSplit()
@@ -90,9 +90,9 @@ def words() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
-def test_turns_keep_their_prefix(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_later_turns_reuse_the_prefix(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny(2, topology)
-    model.tokenizer = words()
+    model.tokenizer = make_tokenizer()
     conversation, turns = Conversation(create_work(model), None, history=True), []
     assert conversation.work.request["cache"].name == ("dual" if topology == "bidirectional" else "block")
     for turn in ("w3 w4 w5 w6 w7 w8", "w9 w10 w11", "w12"):
@@ -115,7 +115,7 @@ def test_a_terminal_shows_tokens_and_their_rate(capsys: Any, monkeypatch: pytest
     monkeypatch.setattr(LiveView, "update", lambda view, state, commit: shown.append(int(state.undecided.sum())))
     shown: list[int] = []
     model = tiny(1)
-    model.tokenizer = words()
+    model.tokenizer = make_tokenizer()
     Conversation(create_work(model), None, history=True).answer("w3 w4")
     assert len(shown) > 1 and shown == sorted(shown, reverse=True) and shown[-1] == 0
     assert re.search(r"\d tokens?, \d+ forwards?, [\d.]+ s, [\d.]+ tokens/s", capsys.readouterr().out)

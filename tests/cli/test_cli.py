@@ -32,7 +32,7 @@ def no_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 EQUAL = "warning: all answers are equal: temperature 0 takes the likeliest token every time (--temperature 1 draws)\n"
 COST = re.compile(r"^\d+ tokens?, .* s(, interrupted.*)?\n", re.MULTILINE)
-"""The line about cost on standard error."""
+"""The line on standard error that states the cost."""
 
 
 def ok(*arguments: object, stdin: str | bytes | None = None, warning: str = "") -> str:
@@ -86,7 +86,7 @@ class Wrong(Threshold):
 """
 
 
-def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samplers_and_caches_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (paradec.samplers.registry, paradec.caches.registry):
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
     file = tmp_path / "own.py"
@@ -94,8 +94,8 @@ def test_classes_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     actual = report(PROMPT, "--sampler", f"{file}:Mine(threshold=0.5)", "--cache", f"{file}:Kept", "--block-length", 8)
     assert actual["sampler"]["sampler"] == "mine_of_a_file" and actual["sampler"]["threshold"] == 0.5
     assert actual["cache"] == "kept_of_a_file"
-    joined = report(PROMPT, "--sampler", f"credit(threshold=0.8)+{file}:Mine")
-    assert [rule["sampler"] for rule in joined["sampler"]["rules"]] == ["credit", "mine_of_a_file"]
+    union = report(PROMPT, "--sampler", f"credit(threshold=0.8)+{file}:Mine")
+    assert [rule["sampler"] for rule in union["sampler"]["rules"]] == ["credit", "mine_of_a_file"]
     assert ok("chat", stdin=f"/sampler {file}:Mine\n").startswith("mine_of_a_file(threshold=0.9, ")
     tables = [json.loads(ok("caches", "--sampler", name, "--json")) for name in (f"{file}:Mine", "threshold")]
     actual, expected = ({row["cache"]: row["why"] for row in table} for table in tables)
@@ -187,7 +187,7 @@ def test_batches_are_one_request(command: tuple[str, ...], monkeypatch: pytest.M
     monkeypatch.setattr(work, "MAX_ROWS", 3)
     parts = json.loads(ok(*command, *flags))
     assert parts.pop("seconds") > 0 and full.pop("seconds") > 0
-    assert parts.pop("nfe") >= full.pop("nfe")  # of all batches
+    assert parts.pop("nfe") >= full.pop("nfe")  # summed over batches
     assert parts == full
     lines = ok(*command, *flags[:-1]).splitlines()
     assert sorted(lines) == [f"[{number}] {text}" for number, text in enumerate(full["text"], 1)]
@@ -333,8 +333,8 @@ def test_an_interrupt_prints_the_decoded_part(monkeypatch: pytest.MonkeyPatch) -
     ("as_module", "debug", "imported"),
     [(False, "0", "torch.nn"), pytest.param(True, "1", "transformers.utils.import_utils", marks=pytest.mark.further)],
 )
-def test_an_interrupt_while_it_starts(as_module: bool, debug: str, imported: str, tmp_path: Path) -> None:
-    """Interrupt during the import of torch (before the command runs) and during the load of the model."""
+def test_an_interrupt_during_the_start(as_module: bool, debug: str, imported: str, tmp_path: Path) -> None:
+    """Interrupt the import of torch (before the command runs), or the loading of the model."""
     script = tmp_path / "paradec"
     script.write_text("import sys\nfrom paradec.cli import app\nsys.exit(app())\n")
     begin = ["-m", "paradec"] if as_module else [str(script)]
@@ -417,7 +417,7 @@ def test_canvases_are_decoded_by_their_own_sampler(tmp_path: Path) -> None:
     chosen = json.loads(run("generate", *arguments).stdout)
     assert chosen["sampler"]["sampler"] == "diffusion_gemma" and chosen["cache"] == "canvas"
     assert chosen["nfe"] > chosen["encoder_calls"] == 2
-    for name in ("entropy_threshold", "threshold"):  # threshold, the default, is another sampler here
+    for name in ("entropy_threshold", "threshold"):  # two rules of diffusion_gemma
         actual = json.loads(run("generate", *arguments, "--sampler", name).stdout)
         assert actual["sampler"]["rule"]["sampler"] == name
     assert "t_max and t_min are settings of the sampler" in refused("generate", *arguments, "--temperature", "0.5")
@@ -500,5 +500,5 @@ def test_a_tokenizer_for_a_checkpoint_without_one(tmp_path: Path) -> None:
         ("generate --temprature 1", "(Possible options: --temperature"),
     ],
 )
-def test_options_of_other_commands_are_named_as_here(command: str, hint: str) -> None:
+def test_options_of_other_tools_get_a_hint(command: str, hint: str) -> None:
     assert hint in refused(*command.split())

@@ -112,7 +112,7 @@ def test_masked_digits(sampler: str, tmp_path: Path) -> None:
     report, sheet = run(tmp_path, *arguments, "--sampler", sampler)
     assert report["nfe"] == 4 and report["sampler"]["sampler"] == sampler
     assert report["forwarded_tokens"] < 4 * 2 * 100 if sampler == "recap" else report["forwarded_tokens"] == 4 * 2 * 100
-    assert colours(trace) == 4 + 1  # one colour per step, and the gap
+    assert colours(trace) == 4 + 1  # one colour per step, and one for the gap
 
 
 def test_mar_folder(mar: str, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     cells = report.get("cells")
     assert cells is None if sampler != "recap" else [some < full for some, full in cells] == [0, 1, 0, 1, 0]
     pixels = Image.open(sheet).tobytes()
-    flags = [sampler.upper() if flag == sampler else flag for flag in flags]  # in any case
+    flags = [sampler.upper() if flag == sampler else flag for flag in flags]  # names ignore case
     assert Image.open(run(tmp_path, *flags)[1]).tobytes() == pixels  # the seed decides
 
 
@@ -178,7 +178,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
         (["BROKEN", "--class", "1"], "cannot be loaded as DiTPipeline"),
     ],
 )
-def test_bad_commands(arguments: list[str], message: str, amused: str, mar: str, tmp_path: Path) -> None:
+def test_wrong_commands_are_refused(arguments: list[str], message: str, amused: str, mar: str, tmp_path: Path) -> None:
     parts = {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
     for name, index in (
         ("EMPTY", None),
@@ -202,14 +202,14 @@ def test_bad_commands(arguments: list[str], message: str, amused: str, mar: str,
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["speculative", "lantern++"])
-def test_drafter(tmp_path: Path, sampler: str) -> None:
+def test_drafters_are_used(tmp_path: Path, sampler: str) -> None:
     arguments = ("--model", "digits-ar", "--class", "3,4", "--sampler", sampler, "--drafter", "digits-ar-drafter")
     report, sheet = run(tmp_path, *arguments, *(("--set", "tree=(2, 1)") if sampler == "speculative" else ()))
     assert sheet.exists() and report["sampler"]["drafter"] and report["nfe"] < 49
     assert all(drafts >= forwards - 1 for drafts, forwards in zip(report["draft_nfe"], report["row_nfe"], strict=True))
 
 
-def test_a_preset_of_pictures(tmp_path: Path) -> None:
+def test_presets_apply_to_images(tmp_path: Path) -> None:
     path, sheet = tmp_path / "mine.json", tmp_path / "sheet.png"
     sampler = paradec.samplers.create("sjd", window=3)
     paradec.Request(sampler=sampler, seed=5, temperature=0.8, top_k=40).save(path)
@@ -227,7 +227,7 @@ def test_a_preset_of_pictures(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "chat=True has no meaning for pictures" in done.stderr
 
 
-def test_pictures_are_of_a_size_that_can_be_seen(tmp_path: Path) -> None:
+def test_small_pictures_are_enlarged(tmp_path: Path) -> None:
     sheet = tmp_path / "sheet.png"
     for options, side in (((), 252), (("--enlarge", "2"), 56)):
         done = RUNNER.invoke(app, ["image", "--class", "3", "--out", str(sheet), "--seed", "3", *options])

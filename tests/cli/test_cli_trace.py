@@ -1,4 +1,4 @@
-"""`paradec trace`, and `--trace` by suffix, of the other commands."""
+"""`paradec trace`, and the file types of `--trace` in other commands."""
 
 import json
 from pathlib import Path
@@ -31,14 +31,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("suffix", ["html", "gif", "json", "PNG", ""])
-def test_generate_writes_by_suffix(suffix: str, tmp_path: Path) -> None:
+def test_the_suffix_selects_the_file_type(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"run.{suffix}".rstrip(".")
     ok("generate", PROMPT, "--max-new-tokens", 8, "--trace", file)
     start = {"html": b"<!DOCTYPE html>", "gif": b"GIF89a", "PNG": b"\x89PNG"}.get(suffix, b'{"canvas"')
     assert file.read_bytes().startswith(start)
 
 
-def test_another_suffix_is_refused_before_anything_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_suffixes_are_refused_before_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paradec, "load", lambda *_, **__: pytest.fail("loaded"), raising=False)
     file = tmp_path / "run.hmtl"
     for command in (["generate", PROMPT], ["infill", "sort <mask>"]):
@@ -48,7 +48,7 @@ def test_another_suffix_is_refused_before_anything_is_done(tmp_path: Path, monke
     assert result.exit_code == 2 and ".html" in result.stderr and list(tmp_path.iterdir()) == []
 
 
-def test_two_runs_in_step(runs: list[Path], tmp_path: Path) -> None:
+def test_two_runs_are_shown_together(runs: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "both.html"
     lines = ok("trace", *runs, "--out", out, "--title", "a < b").splitlines()
     first, second = (Trace.load(file) for file in runs)
@@ -76,19 +76,19 @@ def test_two_runs_in_step(runs: list[Path], tmp_path: Path) -> None:
         (["ONE"] * 5, "5 traces: from 1 to 4"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], message: str, runs: list[Path], tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(arguments: list[str], message: str, runs: list[Path], tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text('{"steps": 3}')
-    places = {"ONE": str(runs[0]), "BAD": str(bad), "DIR/both.json": str(tmp_path / "both.json")}
+    paths = {"ONE": str(runs[0]), "BAD": str(bad), "DIR/both.json": str(tmp_path / "both.json")}
     before = runs[0].read_bytes()
-    result = run("trace", *(places.get(argument, argument) for argument in arguments))
+    result = run("trace", *(paths.get(argument, argument) for argument in arguments))
     assert result.exit_code == 2 and message in result.stderr and result.stderr.startswith("error: ")
     assert runs[0].read_bytes() == before
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("model", ["digits-ar", "digits-maskgit", "digits-dit"])
-def test_pictures(model: str, tmp_path: Path) -> None:
+def test_traces_of_image_models(model: str, tmp_path: Path) -> None:
     file, data = tmp_path / "run.html", tmp_path / "run.json"
     arguments = ["image", "--model", model, "--class", "3", "--seed", "1", "--enlarge", 1, "--out", tmp_path / "x.png"]
     arguments += [] if model == "digits-ar" else ["--steps", "6"]

@@ -70,10 +70,10 @@ def test_residues_to_redesign_by_their_names(small: Path, tmp_path: Path) -> Non
     file = tmp_path / "inserted.pdb"
     file.write_text("\n".join(f"{line[:21]}A{line[22:]}" for line in inserted) + "\n", encoding="utf-8")
     sequence = read_structure(file).sequence
-    for names, places in (("A6A", [6]), ("A6", [5]), ("A5-6", [4, 5, 6]), ("A6A-8,1", [0, 6, 7]), ("A:6a", [6])):
+    for names, chosen in (("A6A", [6]), ("A6", [5]), ("A5-6", [4, 5, 6]), ("A6A-8,1", [0, 6, 7]), ("A:6a", [6])):
         actual = json.loads(run(WEIGHTS, file, "--seed", 1, "--redesign", names, "--json").stdout)["designs"][0]
-        assert actual["designed"] == len(places)
-        assert all(a == b for i, (a, b) in enumerate(zip(actual["sequence"], sequence, strict=True)) if i not in places)
+        assert actual["designed"] == len(chosen)
+        assert all(a == b for i, (a, b) in enumerate(zip(actual["sequence"], sequence, strict=True)) if i not in chosen)
     assert "no such residue" in run(WEIGHTS, file, "--redesign", "A7").stderr
     weighted = json.loads(run(WEIGHTS, file, "--tie", "A1*1.0=A3*0.0", "--json", "--seed", 1).stdout)["designs"][0]
     assert weighted["sequence"][0] == weighted["sequence"][2]
@@ -81,12 +81,12 @@ def test_residues_to_redesign_by_their_names(small: Path, tmp_path: Path) -> Non
         assert words in run(WEIGHTS, file, "--tie", wrong).stderr
 
 
-def test_files_in_the_wrong_place_are_named(small: Path) -> None:
+def test_files_in_the_wrong_order_are_refused(small: Path) -> None:
     assert "WEIGHTS.pt comes first" in run(small, WEIGHTS).stderr
-    assert "weights.txt is not a structure" in run(WEIGHTS, _text(small.parent / "weights.txt")).stderr
+    assert "weights.txt is not a structure" in run(WEIGHTS, write_text(small.parent / "weights.txt")).stderr
 
 
-def _text(file: Path, text: str = "no structure\n") -> Path:
+def write_text(file: Path, text: str = "no structure\n") -> Path:
     file.write_text(text, encoding="utf-8")
     return file
 
@@ -122,23 +122,23 @@ def test_bias_and_excluded_letters(small: Path) -> None:
     assert {*run_json(*given, "--bias", "W:99,K=-2")["sequence"]} == {*"W:"}
 
 
-def test_ties(small: Path) -> None:
+def test_tied_residues_are_equal(small: Path) -> None:
     actual = run_json(WEIGHTS, small, "--tie", "A1-3=B7-9,A6=B12", "--temperature", 2, "--seed", 0)
     first, second = actual["sequence"].split(":")
     assert first[:3] == second[:3] and first[5] == second[5] and actual["designed"] == 12 and actual["calls"] <= 8
     bound = read_structure(BOUND)
     design = run_json(LIGAND, BOUND, "--homo-oligomer", "--temperature", 2)["sequence"].replace(":", "")
     assert all(design[a] == design[b] for a, b in bound.copies())
-    # a fixed residue of one chain determines the tied one of the other chain
+    # a fixed residue determines the residue tied to it
     designs = run_json(WEIGHTS, small, "--tie", "A1-3=B7-9", "--fixed", "A2")["sequence"].split(":")
     assert designs[0][1] == designs[1][1] == "Q"
 
 
-def test_labels_of_membranes() -> None:
+def test_membrane_labels_change_scores() -> None:
     membrane = GOLDEN / "ligands" / "small_membrane.pt"
-    asked = (membrane, BOUND, "--seed", 1, "--temperature", 0)
+    arguments = (membrane, BOUND, "--seed", 1, "--temperature", 0)
     scores = [
-        run_json(*asked, *more)["score"]
+        run_json(*arguments, *more)["score"]
         for more in ((), ("--transmembrane",), ("--buried", "A185,B338-349"), ("--interface", "A185,B338-349"))
     ]
     assert len({*scores}) == 4
@@ -171,7 +171,7 @@ def test_wrong_rules_are_refused(small: Path, arguments: tuple[str, ...], words:
 
 
 def test_scores_of_sequences(small: Path, tmp_path: Path) -> None:
-    """Designs that are scored again have their scores."""
+    """`--score` gives designs the scores with which they were printed."""
     designs = run(WEIGHTS, small, "--seed", 5, "-n", 3, "--temperature", 2, "--redesign", "A1-6", "--batch", 2)
     fasta = tmp_path / "designs.fasta"
     fasta.write_text(designs.stdout.replace(":", ":\n"), encoding="utf-8")
@@ -186,7 +186,7 @@ def test_scores_of_sequences(small: Path, tmp_path: Path) -> None:
     assert entry["score"] == pytest.approx(-float(model.score(model.prompt(), sequence))) and "calls" not in entry
     for arguments, words in (
         (("--score", "MKT"), "--score 'MKT' has 3 letters; small has 12 residues"),
-        (("--score", _text(tmp_path / "two.fa", ">first\nMQIFVK\n>second\nTLTGKT\n")), "--score '>first' has 6"),
+        (("--score", write_text(tmp_path / "two.fa", ">first\nMQIFVK\n>second\nTLTGKT\n")), "--score '>first' has 6"),
         (("--score", "missing.fasta"), "neither a file nor a sequence, with a colon between chains"),
         (("--score", small), "must be FASTA"),
         (("--score", sequence, "-n", 2), "--designs 2 does not work"),

@@ -88,7 +88,7 @@ def test_a_failing_prompt_has_an_error_and_the_others_answers(tmp_path: Path) ->
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the output at every byte and resume. Lines come in the order of the prompts."""
+    """Cut the output at a byte, resume, and compare with an uninterrupted job. every: cut at each byte, not at some."""
     entries = [{"prompt": "Shuffle: pear fig apple", "id": "é\u2028\x85🦊"}, "H\u2028llo", {"messages": CHAT, "id": 7}]
     source, full, out = prompts(tmp_path, entries), tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
     flags = ("--temperature", 1, "--batch", 2, "--max-new-tokens", 6, "--seed", 3)
@@ -96,8 +96,8 @@ def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, mon
     data = full.read_bytes()
     assert "é\u2028\x85🦊".encode() in data and [entry["line"] for entry in lines(full)] == [1, 2, 3]
     write, seen = files.write_lines, []
-    # record the output that a second killed run would leave, before its lines are sorted
-    monkeypatch.setattr(files, "write_lines", lambda *given: (seen.append(out.read_bytes()), write(*given)))
+    # record the file that the resumed job has written before it sorts the lines
+    monkeypatch.setattr(files, "write_lines", lambda *arguments: (seen.append(out.read_bytes()), write(*arguments)))
     inside = [index for index, byte in enumerate(data) if byte & 0xC0 == 0x80]
     ends = [index + beside for index, byte in enumerate(data) if byte == 10 for beside in (0, 1)]
     for cut in range(len(data) + 1) if every else sorted({0, 1, 9, len(data) // 2, *inside, *ends}):
@@ -106,11 +106,11 @@ def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, mon
         assert result.exit_code == 1 and out.read_bytes() == data, cut
         assert sorted((seen or [data])[-1].split(b"\n")) == sorted(data.split(b"\n")), cut
     parts = data.splitlines(keepends=True)
-    for first, second in ((2, 0), (1, 2), (2, 1)):  # two lines in the order of completion, the second one cut
+    for first, second in ((2, 0), (1, 2), (2, 1)):  # two lines in another order, the second cut off
         out.write_bytes(parts[first] + parts[second][:-20])
         assert run("generate", "--in", source, "--out", out, "--resume", *flags).exit_code == 1
         assert out.read_bytes() == data
-    drawn = ("--temperature", 1, "--batch", 1)  # without --seed the drawn seed is resumed
+    drawn = ("--temperature", 1, "--batch", 1)  # without --seed, a resumed job has the first job's seed
     full.unlink()
     assert run("generate", "--in", source, "--out", full, *drawn).exit_code == 1
     out.write_bytes(full.read_bytes()[: len(data) // 2])
@@ -118,7 +118,7 @@ def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, mon
     assert out.read_bytes() == full.read_bytes()
 
 
-OTHER: list[tuple[tuple[Any, ...], list[str]]] = [
+OTHER_SETTINGS: list[tuple[tuple[Any, ...], list[str]]] = [
     (("--temperature", 0.5), ["temperature is 1.0 in the file and 0.5 here"]),
     (("--temperature", 1, "--model", "./nowhere/"), ["model is 'packaged' in the file and 'nowhere' here"]),
     (("--temperature", 1, "--dtype", "float64"), ["dtype is not set in the file and 'float64' here"]),
@@ -126,7 +126,7 @@ OTHER: list[tuple[tuple[Any, ...], list[str]]] = [
 ]
 
 
-def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
+def test_jobs_with_other_settings_cannot_resume(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, as_prompts(*GOOD[:2], "Hello")), tmp_path / "answers.jsonl"
     assert run("generate", "--in", source, "--out", out, "--temperature", 1, "--seed", 3).exit_code == 1
     settings = json.loads(out.read_bytes().split(b"\n")[2])["settings"]  # a failed prompt has settings too
@@ -134,9 +134,9 @@ def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     assert settings == {"paradec": paradec.__version__, "model": "packaged", "request": request}
     out.write_bytes(out.read_bytes()[:-30])
     before = out.read_bytes()
-    for flags, named in OTHER:
+    for flags, parts in OTHER_SETTINGS:
         message = refused("generate", "--in", source, "--out", out, "--resume", *flags)
-        assert "was made with other settings (line 1)" in message and all(part in message for part in named), flags
+        assert "was made with other settings (line 1)" in message and all(part in message for part in parts), flags
         assert out.read_bytes() == before
     drawn = f', "draws": {DRAWS}'.encode()
     assert drawn in before
@@ -145,7 +145,7 @@ def test_answers_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
     assert f"draws is not set in the file and {DRAWS} here" in message
 
 
-def test_settings_of_a_sampler_and_of_another_version(tmp_path: Path) -> None:
+def test_resuming_compares_sampler_settings_and_versions(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, as_prompts(GOOD[0])), tmp_path / "answers.jsonl"
     flags = ("generate", "--in", source, "--out", out)
     ok(*flags, "--sampler", "credit", "--set", "threshold=0.8", "--cache", "dual")
@@ -173,7 +173,7 @@ def test_files_without_answers_are_not_overwritten(tmp_path: Path) -> None:
     out.write_bytes(b'{"line": ' + b"[" * 5000)
     ok("generate", "--in", source, "--out", out, "--resume")
     assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
-    out.write_bytes(b"\xef\xbb\xbf" + out.read_bytes().replace(b"\n", b"\r\n"))  # like an editor would
+    out.write_bytes(b"\xef\xbb\xbf" + out.read_bytes().replace(b"\n", b"\r\n"))  # as some editors save it
     ok("generate", "--in", source, "--out", out, "--resume")
     assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
 
@@ -213,7 +213,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
         assert not fresh.exists()
 
 
-def test_plain_lines_and_more_answers_than_fit_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_files_and_more_answers_than_fit_into_one_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "MAX_ROWS", 2)
     source, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     source.write_text("Shuffle: pear fig apple\r\n\nCopy: fig fox cow\n")
@@ -232,10 +232,8 @@ STEPWISE = ("--sampler", "low_confidence", "--max-new-tokens", 12, "--block-leng
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize("ended_at", ["interrupt", "no memory", "an error"])
-def test_interrupted_batches_write_every_answer_once(
-    copies: int, ended_at: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+@pytest.mark.parametrize("cause", ["interrupt", "no memory", "an error"])
+def test_interrupted_batches_write_every_answer_once(copies: int, cause: str, tmp_path: Path, monkeypatch: Any) -> None:
     source, out = prompts(tmp_path, as_prompts(*UNEVEN)), tmp_path / "answers.jsonl"
     flags = ("--in", source, "--out", out, "-n", copies, "--batch", 4 * copies, "--seed", 0, *STEPWISE)
     raised = {"interrupt": KeyboardInterrupt, "no memory": torch.OutOfMemoryError, "an error": FloatingPointError("x")}
@@ -246,11 +244,11 @@ def test_interrupted_batches_write_every_answer_once(
         steps.append(state.running.sum())
         if steps[-1] in (copies, 2 * copies) and not raised.get("done"):
             raised["done"] = True
-            raise raised[ended_at]
+            raise raised[cause]
 
     monkeypatch.setattr(show.Bar, "update", watch)
     result = run("generate", *flags)
-    if ended_at == "interrupt":
+    if cause == "interrupt":
         answers = [entry["line"] for entry in lines(out)]
         assert result.exit_code == 130 and 0 < len(answers) < 4 and answers == sorted(answers)
         assert f"interrupted at {len(answers)} of 4: --resume continues" in result.output
@@ -264,7 +262,7 @@ def test_interrupted_batches_write_every_answer_once(
     assert [entry["line"] for entry in answers] == [1, 2, 3, 4] and sum(texts, []) == expected.text
 
 
-def test_constraints_of_single_lines(tmp_path: Path) -> None:
+def test_lines_may_have_a_constraint(tmp_path: Path) -> None:
     first, second = {"choice": ["fig owl", "owl fig"]}, {"regex": "fox [a-z]+"}
     entries = [
         {"prompt": "Copy: kiwi fig"},
@@ -290,7 +288,7 @@ def test_constraints_of_single_lines(tmp_path: Path) -> None:
     assert "answers another prompt than line 4" in refused(*command, "--resume")
 
 
-def test_logprobs_of_a_file_are_those_of_json(tmp_path: Path) -> None:
+def test_logprobs_of_files_equal_those_of_single_answers(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, as_prompts(GOOD[0], GOOD[2])), tmp_path / "answers.jsonl"
     ok("generate", "--in", source, "--out", out, "--logprobs", 2, "--batch", 1)
     for entry in lines(out):
@@ -307,18 +305,18 @@ def test_a_line_without_a_prompt_says_what_it_has(tmp_path: Path) -> None:
     assert lines(out)[0]["error"].endswith("'text': rename the one with the text to \"prompt\"")
 
 
-def test_questions_about_every_line(tmp_path: Path) -> None:
+def test_decide_answers_every_line(tmp_path: Path) -> None:
     entries = [{"prompt": GOOD[0], "id": "a"}, {"prompt": "Hello"}, {"prompt": GOOD[2], "constraint": {"regex": "a"}}]
     source, out = prompts(tmp_path, [*entries, GOOD[2]]), tmp_path / "labels.jsonl"
     flags = ("decide", "--in", source, "--out", out, "--span", "=apple|fig|pear")
     result = run(*flags)
     assert result.exit_code == 1 and f"2 answers in {out}, 2 failed" in result.stdout
-    found = lines(out)
+    answers = lines(out)
     question = paradec.Span(texts=["apple", "fig", "pear"])
-    for entry, prompt in ((found[0], GOOD[0]), (found[3], GOOD[2])):
+    for entry, prompt in ((answers[0], GOOD[0]), (answers[3], GOOD[2])):
         expected = paradec.decide(paradec.load(), prompt, {"span": question}).to_dict()["answers"]
         assert entry["prompt"] == prompt and entry["answers"] == json.loads(json.dumps(expected))
-    assert found[0]["id"] == "a" and "vocabulary" in found[1]["error"] and "constraint" in found[2]["error"]
+    assert answers[0]["id"] == "a" and "vocabulary" in answers[1]["error"] and "constraint" in answers[2]["error"]
     whole = out.read_bytes()
     out.write_bytes(whole[: len(whole) // 2])
     data = json.loads(run(*flags, "--resume", "--json").stdout)

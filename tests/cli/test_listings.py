@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *arguments: str) -> str:
+def run_on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *arguments: str) -> str:
     """Return the output of a command on a terminal `width` columns wide, without colours."""
     screen = Terminal()
     with monkeypatch.context() as patch:
@@ -49,7 +49,7 @@ def words(text: str) -> set[str]:
 @pytest.mark.parametrize("kind", ["samplers", "caches"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_terminal_lists_names_and_summaries(kind: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = on_terminal(monkeypatch, width, kind)
+    text = run_on_terminal(monkeypatch, width, kind)
     registry = getattr(paradec, kind)
     for name in registry.names():
         assert re.search(rf"^ +{re.escape(name)}( |$)", text, re.MULTILINE), name
@@ -64,7 +64,7 @@ def test_a_name_shows_all_its_settings(kind: str, width: int, monkeypatch: pytes
     registry = getattr(paradec, f"{kind}s")
     for name in registry.names():
         cls = registry.get(name)
-        full = re.sub(r"\s", "", on_terminal(monkeypatch, width, f"{kind}s", name))
+        full = re.sub(r"\s", "", run_on_terminal(monkeypatch, width, f"{kind}s", name))
         assert re.sub(r"\s", "", cls.summary) in full
         assert not cls.arxiv or cls.arxiv in full
         for setting in cls.settings():
@@ -124,7 +124,7 @@ class MyCache(paradec.caches.get("dual")):
 """
 
 
-def test_own_classes_are_described_as_built_in_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_classes_are_described_like_built_in_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (paradec.samplers.registry, paradec.caches.registry):
         monkeypatch.setattr(registry, "_targets", dict(registry._targets))
     file = tmp_path / "own.py"
@@ -148,8 +148,8 @@ def test_caches_of_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_the_packaged_model_can_do(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = on_terminal(monkeypatch, width, "tasks")
+def test_tasks_lists_words_and_examples(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = run_on_terminal(monkeypatch, width, "tasks")
     assert words(" ".join(packaged.WORDS)) <= words(text)
     flat = " ".join(text.split())
     for task in TASKS:
@@ -170,12 +170,12 @@ def test_the_packaged_model_solves_its_tasks() -> None:
         example = next(e for e in load_prompts(task.name, 1))
         drawn: dict[str, Any] = packaged.EXAMPLE if task.name != "latin_square" else {"items": "A B C"}
         fields = {name: drawn[name] for name in ("word", "target", "index") if "{" + name + "}" in task.template}
-        asked = type(example)(task.name, packaged.example_prompt(task.name), tuple(drawn["items"].split()), **fields)
-        assert task.check(asked, out.text), (asked.prompt, out.text)
+        question = type(example)(task.name, packaged.example_prompt(task.name), tuple(drawn["items"].split()), **fields)
+        assert task.check(question, out.text), (question.prompt, out.text)
 
 
 def test_methods_for_pipelines_are_listed() -> None:
-    """Names, one line, and that they approximate; one by one with their settings, in any case."""
+    """The list has one line for each, which says "approximate". A single name, in any case, shows its settings."""
     rows = {row.split("\t")[0]: row for row in ok("samplers").splitlines()}
     for name in METHODS:
         assert name in rows, name

@@ -18,7 +18,7 @@ from paradec.models.int8 import Int8Config
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LLaDA whose MLP has matrices of a million weights, in float32."""
+    """Write a float32 LLaDA whose MLP matrices have a million weights."""
     folder = tmp_path_factory.mktemp("llada")
     config = LLADA | {"n_layers": 1, "d_model": 64, "mlp_hidden_size": 2**14, "vocab_size": len(FAMILY_WORDS)}
     config |= {"mask_token_id": 3, "eos_token_id": 0}

@@ -28,7 +28,7 @@ DEEP = "[" * 100_000
 JSON_LINES: dict[str, Callable[[Path], list[Any]]] = {
     "generate": lambda file: [line.prompt for line in read_file_of_prompts(file)],
     "compare": lambda file: [question.prompt for question in read_questions(file)],
-    "tune": lambda file: [asked.prompt for asked in read_for_tuning(file)],
+    "tune": lambda file: [entry.prompt for entry in read_for_tuning(file)],
     "learn2pd": read_for_learn2pd,
 }
 ends = st.sampled_from(["\n", "\r\n"])
@@ -41,7 +41,7 @@ words = st.lists(texts.map(lambda text: f"x{text}x"), min_size=1, max_size=4)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prompts=words, end=ends, mark=st.sampled_from([b"", BOM]))
 @example(prompts=["a\x0cb\x85c\u2028d", "e\rf"], end="\r\n", mark=BOM)
-def test_a_line_of_json_ends_at_one_character(name: str, prompts: Any, end: str, mark: bytes, tmp_path: Path) -> None:
+def test_only_newlines_end_lines_of_json(name: str, prompts: Any, end: str, mark: bytes, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = [json.dumps({"prompt": prompt, "answer": "y"}, ensure_ascii=False) for prompt in prompts]
     file.write_bytes(mark + (end + end).join(lines).encode())
@@ -51,16 +51,16 @@ def test_a_line_of_json_ends_at_one_character(name: str, prompts: Any, end: str,
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prompts=words, end=ends)
 @example(prompts=["a\x0cb\x85c\u2028d", "e\rf"], end="\r\n")
-def test_a_line_of_text_ends_at_one_character(prompts: list[str], end: str, tmp_path: Path) -> None:
+def test_only_newlines_end_lines_of_text(prompts: list[str], end: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes(BOM + (end + end).join(prompts).encode())
     assert read_for_learn2pd(file) == [line.prompt for line in read_file_of_prompts(file)] == prompts
     numbers = [line.number for line in read_file_of_prompts(file)]
-    assert numbers == list(range(1, 2 * len(prompts), 2))  # blank lines count
+    assert numbers == list(range(1, 2 * len(prompts), 2))  # blank lines are numbered too
 
 
 @pytest.mark.parametrize("load", [Request.load, Trace.load, Comparison.from_json, BlockSchedule.load, MagRatios.load])
-def test_files_of_json_may_be_of_any_editor_but_not_of_any_depth(load: Any, tmp_path: Path) -> None:
+def test_json_may_have_a_byte_order_mark_but_not_be_deep(load: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(DEEP)
     with pytest.raises(ValueError, match=r"mine.json.*more than 100 deep"):

@@ -1,4 +1,4 @@
-"""`logprobs`: log-probabilities of every final token, and of the most likely tokens, at the step that wrote it."""
+"""`logprobs`: log-probabilities of each final token and of the likeliest tokens, at the step that decided it."""
 
 import json
 from collections import Counter
@@ -20,9 +20,9 @@ from paradec.models.adapter import Model
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
 MASKED = [sampler for sampler in map(samplers.get, samplers.names()) if sampler.family == "masked"]
-WITHOUT = ("freedave", "learn2pd", "lopa")
+SEPARATE = ("freedave", "learn2pd", "lopa")
 WITH_LOGPROBS = [
-    s.name for s in MASKED if "text" in s.models and not (s.name in WITHOUT or "logprobs" in s.unsupported)
+    s.name for s in MASKED if "text" in s.models and not (s.name in SEPARATE or "logprobs" in s.unsupported)
 ]
 NEW = 12
 
@@ -53,8 +53,8 @@ def causal_sampler(name: str, drafter: Model) -> Any:
 
 
 def decode_and_record(sampler: Any, model: Model, scale: float = 1.0, **request: Any) -> tuple[Any, dict[Any, Any]]:
-    """Decode. Return the state and by (row, position) the token, its log-probability, the three most likely tokens,
-    and the step of the last write."""
+    """Decode. Return the state, and for each (row, position) the token, its log-probability, the three likeliest
+    tokens, their log-probabilities, and the step that decided the token."""
     state = sampler.start(model, ROWS, max_new_tokens=NEW, logprobs=3, **request)
     expected: dict[tuple[int, int], Any] = {}
     with torch.inference_mode():
@@ -80,17 +80,17 @@ def log_softmax_at(
     for logits, query in zip(outputs, queries, strict=True):
         if row not in query.rows.tolist():
             continue
-        place = query.rows.tolist().index(row)
-        column = positions[query.window.index[place]].tolist().index(position)
-        line = logits[place, column].clone()
+        index = query.rows.tolist().index(row)
+        column = positions[query.window.index[index]].tolist().index(position)
+        line = logits[index, column].clone()
         if scale != 1:
-            line = logits[len(query.rows) + place, column] + scale * (line - logits[len(query.rows) + place, column])
+            line = logits[len(query.rows) + index, column] + scale * (line - logits[len(query.rows) + index, column])
         line[MASK] = -torch.inf
         return torch.log(torch.exp(line - line.max()) / torch.exp(line - line.max()).sum())
     raise AssertionError("a position was committed but not evaluated")
 
 
-def compare(state: Any, expected: dict[tuple[int, int], Any]) -> None:
+def assert_expected_logprobs(state: Any, expected: dict[tuple[int, int], Any]) -> None:
     logprobs = state.logprobs
     for row in range(state.batch):
         for position in range(state.canvas.shape[1]):
@@ -107,7 +107,7 @@ def compare(state: Any, expected: dict[tuple[int, int], Any]) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", WITH_LOGPROBS)
-def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: str) -> None:
+def test_masked_logprobs_are_a_softmax_at_the_deciding_step(masked: Model, name: str) -> None:
     sampler = samplers.create(name)
     request: dict[str, Any] = {"temperature": 0.8, "seed": 1, "eos_early_stop": False, "block_length": 4}
     if name == "adablock":
@@ -115,21 +115,21 @@ def test_masked_is_a_softmax_of_the_writing_steps_logits(masked: Model, name: st
     model = masked if fits(name, masked) else tiny(2, topology_of(name))
     state, expected = decode_and_record(sampler, model, **request)
     assert len(expected) == state.total.sum() >= NEW * len(ROWS)
-    compare(state, expected)
+    assert_expected_logprobs(state, expected)
 
 
-def test_masked_under_guidance_and_over_a_cache(masked: Model) -> None:
+def test_masked_logprobs_with_guidance_and_with_a_cache(masked: Model) -> None:
     sampler = samplers.create("threshold", threshold=0.3)
     state, expected = decode_and_record(sampler, masked, 2.0, guidance_scale=2.0, block_length=4)
-    compare(state, expected)
+    assert_expected_logprobs(state, expected)
     state, expected = decode_and_record(sampler, masked, cache="dual", block_length=4)
-    compare(state, expected)
+    assert_expected_logprobs(state, expected)
 
 
 def test_logprobs_of_an_edited_token_are_those_of_its_last_edit(masked: Model) -> None:
     sampler = samplers.create("editing", threshold=0.1, editing_threshold=0.0)
     state, expected = decode_and_record(sampler, masked, block_length=6, trace=True)
-    compare(state, expected)
+    assert_expected_logprobs(state, expected)
     trace = paradec.generate(masked, ROWS, sampler=sampler, max_new_tokens=NEW, block_length=6, trace=True).trace
     assert trace is not None
     assert max(Counter(commit[:2] for step in trace.steps for commit in step.commits).values()) > 1
@@ -146,7 +146,7 @@ def test_freedave_has_the_logprobs_of_its_base(masked: Model) -> None:
         torch.testing.assert_close(actual, expected, equal_nan=True, rtol=0, atol=tolerance)
 
 
-def test_logprobs_of_holes(masked: Model) -> None:
+def test_infill_returns_logprobs_of_filled_tokens(masked: Model) -> None:
     output = paradec.infill(masked, [[3, MASK, 5, MASK, MASK, 8], [MASK, 9]], logprobs=1)
     logprobs = output.logprobs
     assert logprobs is not None and logprobs.chosen.shape == output.sequences.shape
@@ -167,8 +167,8 @@ def test_logprobs_do_not_depend_on_the_batch(masked: Model) -> None:
         torch.testing.assert_close(total, expected.sums()[0], rtol=0, atol=1e-9)
 
 
-def target(model: Model, row: list[int], answer: list[int], temperature: float, top_k: int | None) -> Tensor:
-    """Log-probabilities [N, V] at every answer token, from one forward of the module."""
+def answer_log_p(model: Model, row: list[int], answer: list[int], temperature: float, top_k: int | None) -> Tensor:
+    """Return the log-probabilities [N, V] at every answer token, from one forward of the module."""
     with torch.inference_mode():
         logits = model.module(torch.tensor([row + answer])).logits[0, len(row) - 1 : -1].double()
     logits = logits / (temperature or 1)
@@ -180,7 +180,7 @@ def target(model: Model, row: list[int], answer: list[int], temperature: float, 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("temperature", "top_k"), [(0.0, None), (1.0, None), (0.7, 5)])
 @pytest.mark.parametrize("name", ["sjd", "scd", "sjd_pac", "jacobi", "gsd", "speculative", "tree", "dynamic"])
-def test_causal_is_the_verified_distribution(
+def test_causal_logprobs_are_those_of_the_verified_distribution(
     causal: Model, drafter: Model, name: str, temperature: float, top_k: int | None
 ) -> None:
     request = {"sampler": causal_sampler(name, drafter), "temperature": temperature, "top_k": top_k, "seed": 2}
@@ -189,7 +189,7 @@ def test_causal_is_the_verified_distribution(
     assert logprobs is not None
     for index, row in enumerate(ROWS):
         answer = output.new_tokens[index, : output.tokens[index]].tolist()
-        log_p = target(causal, row, answer, temperature, top_k)
+        log_p = answer_log_p(causal, row, answer, temperature, top_k)
         columns = torch.arange(len(answer)) + logprobs.chosen.shape[1] - NEW
         expected_logp = log_p[torch.arange(len(answer)), torch.tensor(answer)]
         torch.testing.assert_close(logprobs.chosen[index, columns], expected_logp, rtol=0, atol=1e-9)
@@ -242,7 +242,7 @@ def test_logprobs_change_no_other_output(masked: Model, causal: Model) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, VOCAB + 1])
-def test_wrong_values_are_refused_before_work(masked: Model, causal: Model, value: Any) -> None:
+def test_wrong_counts_are_refused(masked: Model, causal: Model, value: Any) -> None:
     for model, sampler in ((masked, "threshold"), (causal, "sjd")):
         with pytest.raises(ValueError, match=f"logprobs={value!r} must be an integer"):
             paradec.generate(model, ROWS, sampler=sampler, max_new_tokens=4, logprobs=value)

@@ -54,7 +54,7 @@ def test_groups_contain_every_cell_once(order: orders.Order, height: int, width:
     assert same if not order.random or size == 1 else not same or size < 4
 
 
-def test_orders_by_hand() -> None:
+def test_orders_equal_groups_by_hand() -> None:
     for order, height, width, expected in (
         (orders.Raster(), 2, 2, [[0], [1], [2], [3]]),
         (orders.Raster((3, 1)), 2, 2, [[0, 1, 2], [3]]),
@@ -95,7 +95,7 @@ def test_random_and_cosine_orders_sort_uniform_draws() -> None:
         (lambda: orders.Diagonal().with_steps(3), "steps=3 has no meaning for Diagonal"),
     ],
 )
-def test_bad_orders(make: Any, message: str) -> None:
+def test_wrong_orders_are_refused(make: Any, message: str) -> None:
     refuses(make, message)
 
 
@@ -107,7 +107,7 @@ def test_published_sizes_add_up() -> None:
     assert len(group_sizes(256)) == 20 and len(group_sizes(1024)) == 48
 
 
-def test_other_sizes_grow_as_the_published() -> None:
+def test_other_sizes_are_scaled_from_the_published() -> None:
     for cells in (1, 2, 7, 36, 49, 256, 300):
         for groups in {1, 2, min(5, cells), cells // 2 or 1, cells}:
             if groups <= cells:
@@ -137,7 +137,7 @@ class RecordedDraws:
 
 @pytest.mark.parametrize("name", image_cases("lpd", "shuffled_candidates"))
 @replays("name", "lpd/")
-def test_a_recorded_order(name: str) -> None:
+def test_lpd_orders_equal_the_recorded_ones(name: str) -> None:
     preview, settings = image_case("lpd", name)[0], image_case("lpd", name)[0]["settings"]
     draws, side = RecordedDraws(preview), settings["grid"]
     options = settings["repulsion_threshold"], settings["proximity_threshold"]
@@ -153,7 +153,7 @@ def test_equal_neighbourhoods_are_ties() -> None:
     sums = {functools.reduce(operator.add, chosen) for chosen in ([far, 1, far, 1, 1, 1], [1, 1, 1, far, 1, far])}
     assert len(sums) == 2
 
-    class First:
+    class CellFirst:
         def __init__(self, cell: int):
             self.cell = cell
 
@@ -161,7 +161,7 @@ def test_equal_neighbourhoods_are_ties() -> None:
             return np.array(sorted(cells, key=lambda cell: cell != self.cell))
 
     for cell in (above, below):
-        assert lpd_order(9, 9, [5, 1], First(cell), repulsion=0, decided=decided)[4] == cell
+        assert lpd_order(9, 9, [5, 1], CellFirst(cell), repulsion=0, decided=decided)[4] == cell
 
 
 def generate_codes(sampler: Any, **request: Any) -> Any:
@@ -197,7 +197,7 @@ def test_the_sampler_commits_the_groups_of_its_order(settings: Any, steps: int |
         assert committed_cells(out, row) == [sorted(part[row].tolist()) for part in groups]
 
 
-def test_a_given_part_is_decided_from_the_start() -> None:
+def test_cells_of_the_prompt_count_as_decided() -> None:
     model = tiny_masked_image()
     row = [model.class_token(2), *[3] * 8, *[model.facts.mask_token_id] * 8]
     sampler = samplers.create("lpd", groups=[1, 5, 10], height=4, width=4)

@@ -34,12 +34,12 @@ def test_registry_entries_describe_themselves(registry: object) -> None:
             "masked draft_verify renoising forecast continuous cache scales groups distilled".split()
         )
         if cls.family != "cache":
-            # combinations, other rules on canvases and forecasts in parts have no paper; CORA-Diff has no number
+            # four of the exceptions follow no single paper; CORA-Diff (persistence) has no arXiv number
             assert (cls.paper and cls.arxiv) or name in ("union", "intersection", "persistence", "canvas", "forecast")
 
 
 @pytest.mark.parametrize("name", samplers.names())
-def test_sampler_round_trip(name: str) -> None:
+def test_samplers_survive_a_round_trip_through_json(name: str) -> None:
     sampler = samplers.create(name)
     data = json.loads(json.dumps(sampler.to_dict()))
     assert Sampler.from_dict(data) == sampler
@@ -82,7 +82,7 @@ def test_registry_presets_and_names() -> None:
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_buckets_partition_the_rows(sizes: list[int], exact: bool) -> None:
+def test_groups_by_size_partition_the_rows(sizes: list[int], exact: bool) -> None:
     array = np.array(sizes)
     groups = group_by_size(array, exact=exact)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(sizes)))
@@ -132,8 +132,8 @@ def test_schedules_commit_everything_within_their_steps(masks: int, steps: int) 
     assert left_by_linear == 0 and left_by_time == 0
 
 
-def test_time_grid_of_dream() -> None:
-    """32 tokens in 32 steps: none, then one per step, then two. In 16 steps: one, then two per step, then three."""
+def test_counts_of_dream_s_time_grid() -> None:
+    """Counts per step of 32 tokens: in 32 steps 0, then 1 each, at last 2; in 16 steps 1, then 2 each, at last 3."""
     for steps, expected in ((32, [0, *[1] * 30, 2]), (16, [1, *[2] * 14, 3])):
         num_masks, counts = 32, []
         for step in range(steps):
@@ -184,7 +184,7 @@ def test_entry_points_of_other_packages(package: Path) -> None:
     code = """
 import sys, warnings
 import paradec
-assert "others" not in sys.modules  # found when asked for, imported when used
+assert "others" not in sys.modules  # listed on request, imported at the first use
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert {"everything", "broken"} <= {*paradec.samplers.names()} and "mine" in paradec.caches.names()

@@ -35,7 +35,7 @@ def draws(vocab: int = 7, rows: int = 3, width: int = 5, step: int = 2, stream: 
     return rng.uniform(keys, torch.full((rows,), step), position, vocab, stream)
 
 
-def test_uniform() -> None:
+def test_draws_are_uniform() -> None:
     sample = draws(vocab=1001, rows=4, width=20).flatten().numpy()
     assert sample.min() > 0 and sample.max() < 1
     assert kstest(sample, "uniform").pvalue > 1e-3
@@ -88,7 +88,7 @@ def test_seeds_go_with_their_prompts_and_copies(llada64: Model) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), min_size=1, max_size=6), st.integers(0, 2**63 - 1))
 @settings(max_examples=50, deadline=None)
-def test_row_keys(prompts: list[list[int]], seed: int) -> None:
+def test_row_keys_are_distinct_and_follow_the_prompt(prompts: list[list[int]], seed: int) -> None:
     keys = [tuple(key) for key in row_keys([seed] * len(prompts), prompts)]
     assert len(set(keys)) == len(keys)
     for prompt in prompts:

@@ -50,7 +50,7 @@ interpreter = pytest.mark.skipif(
 def tensors(
     rows: int, heads: int, groups: int, length: int, width: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random queries [B, H, L, D], keys and values [B, G, L, D], with concentrated attention."""
+    """Draw queries [B, H, L, D], keys and values [B, G, L, D], whose attention is concentrated."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(rows, count, length, width) for count in (heads, groups, groups)]
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -72,7 +72,7 @@ def test_means_equal_materialised_pooling(length: int, size: int, heads: int, gr
             sums[row, :, :real] = scores_of(query, key)[row, :, :real, :real].logsumexp(-1)
         means = block_means(query, key, size, lengths=lengths, first=split, logsumexp=sums)
         assert (means - expected).abs().max() < 1e-14
-    # rows of probabilities: a tile's mean times its keys, over all of them
+    # a mean times the number of keys in its block is the block's probability; they sum to 1
     extent = torch.tensor([min(size, length - j * size) for j in range(expected.shape[-1])])
     assert ((expected[0] * extent).sum(-1) - 1).abs().max() < 1e-12
 
@@ -124,7 +124,7 @@ LISTS = [
 
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run flex_attention without torch.compile, which would trace every call for the same operations."""
+    """Run flex_attention without torch.compile, which would trace every call anew."""
     from torch.nn.attention import flex_attention
 
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -161,7 +161,7 @@ def test_full_lists_are_dense_and_their_order_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2**22])
-def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_queries_at_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(portable, "KEYS_PER_CHUNK", chunk)
     size, length, lengths = 8, 45, [45, 38, 20]
     query, key, value = tensors(3, 2, 1, length)
@@ -183,7 +183,7 @@ def test_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) 
     assert torch.allclose(output_sums[real], sums[real], atol=1e-13, rtol=0)
 
 
-class Largest(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """Record the number of elements of the largest tensor that an operation returns."""
 
     elements = 0
@@ -201,11 +201,11 @@ def test_no_tensor_has_queries_times_keys_elements(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(portable, "KEYS_PER_CHUNK", 2**16)
     monkeypatch.setattr(portable, "SCORES_PER_CHUNK", 2**16)
     first = generation_block(np.array([length]), np.array([256]), size)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         means = block_means(query, key, size, first=first)
         index = select_blocks(means, 0.2, size, lengths=[length], first=first)
         sparse_attention(query, key, value, index)
-    # scores, or gathered keys, of one block of queries
+    # the largest tensor has the scores, or the gathered keys, of one block of queries
     assert largest.elements <= max(size * length, index.blocks.shape[-1] * size * 8 * 2) < length * length / 8
     assert index.nbytes < 2 * 2 * (length // size) * (16 + 2)
 
@@ -301,14 +301,14 @@ def checkpoint() -> Model:
     return paradec.load(GOLDEN / "llada-tiny", dtype="float64")
 
 
-def trained(**request: Any) -> Any:
+def decode(**request: Any) -> Any:
     return paradec.generate(checkpoint(), request.pop("rows", ROWS), **(REQUEST | request))
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-def test_lists_of_everything_decode_as_dense(cache: str) -> None:
-    dense, listed = trained(cache=cache), trained(cache=cache, attention=EVERYTHING)
+def test_lists_of_all_blocks_decode_like_dense_attention(cache: str) -> None:
+    dense, listed = decode(cache=cache), decode(cache=cache, attention=EVERYTHING)
     assert torch.equal(dense.sequences, listed.sequences)
     assert dense.attention is None and min(listed.attention.sparse_calls) > 5
     assert listed.attention.density == [1.0] * 3
@@ -318,8 +318,8 @@ def test_lists_of_everything_decode_as_dense(cache: str) -> None:
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual", "vicinity", "dkv_decode"])
 def test_a_row_does_not_depend_on_its_neighbours(cache: str) -> None:
     sampler = samplers.create("threshold", threshold=0.6)  # rows progress at different speeds
-    together = trained(cache=cache, attention=SOME, sampler=sampler)
-    alone = [trained(rows=[row], cache=cache, attention=SOME, sampler=sampler) for row in ROWS]
+    together = decode(cache=cache, attention=SOME, sampler=sampler)
+    alone = [decode(rows=[row], cache=cache, attention=SOME, sampler=sampler) for row in ROWS]
     assert together.new_tokens.tolist() == [out.new_tokens[0].tolist() for out in alone]
     assert together.attention.sparse_calls == [out.attention.sparse_calls[0] for out in alone]
     assert together.attention.pattern_calls == [1] * 3
@@ -327,7 +327,7 @@ def test_a_row_does_not_depend_on_its_neighbours(cache: str) -> None:
 
 def test_the_report_says_what_was_computed() -> None:
     """The first int(T skip) + 2 steps are dense, and the last of them selects the blocks; later steps are sparse."""
-    out = trained(attention=SOME)
+    out = decode(attention=SOME)
     assert out.attention.dense_calls == [5] * 3 and out.attention.pattern_calls == [1] * 3
     assert out.attention.sparse_calls == [18] * 3 and out.nfe == 24
     sizes = [math.ceil((len(row) + 24) / 8) for row in ROWS]
@@ -335,7 +335,7 @@ def test_the_report_says_what_was_computed() -> None:
     counts = [min(p, int(p * 0.3) + 1) + min(n - p, int((n - p) * 0.3) + 1) for n, p in zip(sizes, firsts, strict=True)]
     assert out.attention.density == pytest.approx([count / n for count, n in zip(counts, sizes, strict=True)])
     assert out.attention.pattern_bytes > 0
-    assert not torch.equal(out.sequences, trained().sequences)  # sparse attention changes the answer
+    assert not torch.equal(out.sequences, decode().sequences)  # sparse attention changes the answer
 
 
 def steps_of(out: Any) -> tuple[int, int, int]:
@@ -356,17 +356,17 @@ DUAL = {"cache": "dual"}
         ({"dense_steps": 1}, {}, (0, 1, 23)),
         ({"dense_steps": 9}, {}, (8, 1, 15)),
         ({"dense_steps": 3, "refresh_pattern_every": 5}, {}, (2, 5, 17)),
-        # lists wait for a whole row
+        # with a dual cache, lists are made when a call evaluates the whole row
         ({"select": 0.3}, DUAL, (8, 1, 15)),
         ({"select": 0.3, "refresh_pattern_every": 2}, DUAL, (8, 2, 14)),
-        # samplers without a schedule count tokens: one a step, and 8 of 24
+        # without a schedule, dense steps are counted in tokens: 1 or 8 of the 24 in each step
         ({"select": 0.3}, {"sampler": samplers.create("threshold", threshold=1.0)}, (5, 1, 18)),
         ({"select": 0.3}, {"sampler": samplers.create("threshold", threshold=0.0)}, (1, 1, 1)),
     ],
 )
-def test_how_many_steps_are_dense(settings: dict[str, Any], request_: dict[str, Any], expected: tuple) -> None:
+def test_numbers_of_dense_steps(settings: dict[str, Any], request_: dict[str, Any], expected: tuple) -> None:
     attention = SparseD(**{"select": 0.5, "block_size": 8} | settings)
-    assert steps_of(trained(rows=ROWS[:1], attention=attention, **request_)) == expected
+    assert steps_of(decode(rows=ROWS[:1], attention=attention, **request_)) == expected
 
 
 class Oracle:
@@ -443,7 +443,7 @@ def test_steps_have_no_side_effects_and_requests_are_independent() -> None:
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
-def test_models_that_predict_shifted(dream64: Model, cache: str) -> None:
+def test_models_with_shifted_predictions(dream64: Model, cache: str) -> None:
     request = {"sampler": "entropy", "steps": 8, "max_new_tokens": 16, "block_length": 8, "cache": cache}
     request |= {"eos_early_stop": False}
     outs = [paradec.generate(dream64, ROWS[:2], attention=value, **request) for value in ("dense", EVERYTHING)]
@@ -470,7 +470,7 @@ def test_samplers_of_every_kind(sampler: str) -> None:
 @pytest.mark.usefixtures("untraced")
 def test_decoding_through_flex_attention() -> None:
     request = {"rows": ROWS[:2], "cache": "dual"}
-    outs = [trained(attention=SparseD(select=0.3, block_size=8, backend=name), **request) for name in ("torch", "flex")]
+    outs = [decode(attention=SparseD(select=0.3, block_size=8, backend=name), **request) for name in ("torch", "flex")]
     assert torch.equal(outs[0].sequences, outs[1].sequences) and outs[0].attention == outs[1].attention
 
 

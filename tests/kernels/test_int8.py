@@ -25,14 +25,14 @@ LARGEST = 2 ** (BITS - 1) - 1
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Normal random numbers with one column scaled by 60."""
+    """Draw normal numbers, with one column scaled by 60."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     values[..., 3] *= 60
     return values
 
 
-def loop(x: Tensor, weight: Tensor, scale: Tensor, activations: int) -> list[list[float]]:
-    """The product by plain loops over Python integers."""
+def plain_product(x: Tensor, weight: Tensor, scale: Tensor, activations: int) -> list[list[float]]:
+    """Compute the product by plain loops over Python integers."""
     largest = 127 if activations == 8 else 127 * 128
     result = []
     for row in x.float():
@@ -45,10 +45,10 @@ def loop(x: Tensor, weight: Tensor, scale: Tensor, activations: int) -> list[lis
 
 @pytest.mark.parametrize("activations", [15, 8])
 @pytest.mark.parametrize(("count", "width", "outputs"), [(1, 7, 5), (2, 64, 1), (3, 33, 40), (20, 100, 9)])
-def test_plain_loop(activations: int, count: int, width: int, outputs: int) -> None:
+def test_products_equal_plain_loops(activations: int, count: int, width: int, outputs: int) -> None:
     x = draw(count, width)
     weight, scale = quantize_weight(draw(outputs, width, seed=1), BITS)
-    expected = torch.tensor(loop(x, weight, scale, activations), dtype=torch.float64)
+    expected = torch.tensor(plain_product(x, weight, scale, activations), dtype=torch.float64)
     reference = reference_linear(x, weight, scale, activations=activations)
     torch.testing.assert_close(reference, expected, rtol=1e-9, atol=1e-9)
     output = int8_linear(x, weight, scale, activations=activations)
@@ -123,7 +123,7 @@ def test_zero_extreme_and_nonfinite_rows(activations: int) -> None:
     assert int8_linear(x[:1], *quantize_weight(broken, BITS)).isnan().all()
 
 
-def test_outliers_need_two_rows() -> None:
+def test_outliers_need_activations_of_15_bits() -> None:
     x, matrix = draw(64, 512), torch.randn(128, 512)
     exact = x.double() @ matrix.double().t()
     errors = []
@@ -145,13 +145,13 @@ def test_copies_pickles_and_threads() -> None:
 
 @pytest.fixture(params=[False, True])
 def packs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Without packed weights, and with them if this processor supports their products."""
+    """Return whether layers pack their weights: never with param False; with True, if the processor supports it."""
     monkeypatch.setattr(portable, "has_packed_product", lambda: request.param and HAS_PACKED)
     return request.param and HAS_PACKED
 
 
 @pytest.mark.parametrize("activations", [15, 8])
-def test_packed_weights(packs: bool, activations: int) -> None:
+def test_packed_weights_give_the_same_products(packs: bool, activations: int) -> None:
     layer = Int8Linear.from_linear(nn.Linear(130, 77), activations)
     x = draw(45, 130)
     weight = layer.weight.clone()
@@ -169,8 +169,8 @@ def test_packed_weights(packs: bool, activations: int) -> None:
     assert torch.equal(layer(x), -expected)
 
 
-def test_experts(packs: bool) -> None:
-    """The reference: a loop over tokens and their experts, with the layers' product."""
+def test_experts_equal_a_plain_loop(packs: bool) -> None:
+    """Compare with a loop over tokens and their experts that uses `int8_linear`."""
     torch.manual_seed(0)
     stacks = {"gate_up_proj": torch.randn(3, 40, 16), "down_proj": torch.randn(3, 16, 20)}
     experts = Int8Experts(SimpleNamespace(act_fn=nn.functional.silu, **stacks))

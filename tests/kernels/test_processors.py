@@ -22,13 +22,13 @@ pytestmark = pytest.mark.full
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("ATEN_CPU_CAPABILITY", "default"),  # without fused products, too
+        ("ATEN_CPU_CAPABILITY", "default"),  # also without fused multiply-add
         ("ATEN_CPU_CAPABILITY", "avx2"),
         ("ONEDNN_MAX_CPU_ISA", "AVX2"),
         ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),
     ],
 )
-def test_fewer_instructions(variable: str, value: str) -> None:
+def test_kernels_with_fewer_instruction_sets(variable: str, value: str) -> None:
     """Run tests in a new process, because PyTorch reads both variables only when it is imported."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
     result = subprocess.run(command, cwd=ROOT, env=os.environ | {variable: value}, capture_output=True, text=True)
@@ -84,10 +84,10 @@ for kernel, warps in ((module._partial_kernel, 8), (module._finish_kernel, 1)):
 
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
 @pytest.mark.parametrize(
-    ("code", "kernels"), [(BLOCK_SPARSE, 3), (TOKEN_STATS, 2)], ids=["block_sparse", "token_stats"]
+    ("code", "num_kernels"), [(BLOCK_SPARSE, 3), (TOKEN_STATS, 2)], ids=["block_sparse", "token_stats"]
 )
-def test_kernels_compile_for_an_h100(code: str, kernels: int) -> None:
+def test_kernels_compile_for_an_h100(code: str, num_kernels: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["True"] * kernels
+    assert result.stdout.split() == ["True"] * num_kernels

@@ -65,7 +65,7 @@ def kernel(
 
 
 def logits_of(*lead: int, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Random logits with a different sharpness in each row, excluded tokens, and a tie of the two best in row 0."""
+    """Draw logits with a different sharpness in each row, excluded tokens, and a tie of the two best in row 0."""
     logits = torch.randn(*lead, vocabulary, generator=torch.Generator().manual_seed(seed))
     flat = logits.view(-1, vocabulary)
     flat *= torch.linspace(0.1, 12, len(flat)).unsqueeze(1)
@@ -95,7 +95,7 @@ def draws_for(rows: int, width: int, temperature: float = 0.7) -> TokenDraws:
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 511, 512, 513, 1300])
-def test_odd_vocabularies(vocabulary: int) -> None:
+def test_small_and_odd_vocabularies(vocabulary: int) -> None:
     logits = logits_of(6, vocabulary=vocabulary)
     stats = token_stats(logits, path="chunked")
     if vocabulary == 1:
@@ -106,7 +106,7 @@ def test_odd_vocabularies(vocabulary: int) -> None:
 
 
 def test_confident_tokens_keep_their_order_and_entropy() -> None:
-    # float32 probabilities tie at 1 where the next token is 17 below; these differ from 20 to 30 below
+    # in float32, probabilities round to 1 if the second logit is 17 lower; here it is 20 to 30 lower
     logits = torch.full((11, VOCABULARY), -torch.inf)
     logits[:, 10] = 5.0
     logits[:, 20] = 5.0 - torch.arange(20.0, 31.0)
@@ -198,7 +198,7 @@ TEMPERATURES = (0.05, 0.2, 1.0, 2.0)
 
 
 def plain(logits: Tensor, temperature: float) -> dict[str, Tensor]:
-    """The fields by their definitions, row by row in float64, after subtraction of the largest logit."""
+    """Compute the fields by their definitions, row by row in float64, after subtraction of the largest logit."""
     rows = []
     for row in logits.double().reshape(-1, logits.shape[-1]):
         z = (row - row.max()) / temperature
@@ -221,7 +221,7 @@ def plain(logits: Tensor, temperature: float) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]).view(logits.shape[:-1]) for name in rows[0]}
 
 
-def shapes_of_rows(vocabulary: int, dtype: torch.dtype) -> Tensor:
+def varied_logits(vocabulary: int, dtype: torch.dtype) -> Tensor:
     """Logits [10, V]: flat and sharp rows, excluded tokens, one or two (tied) remaining tokens, top-k, top-p."""
     logits = logits_of(10, vocabulary=vocabulary, dtype=torch.float64, seed=vocabulary)
     logits = logits.to(dtype).where(logits > -torch.inf, logits_of(10, vocabulary=vocabulary, seed=9)[:, :1].to(dtype))
@@ -248,8 +248,8 @@ def assert_exact_zeros(stats: TokenStats, logits: Tensor) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [300, VOCABULARY])
-def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> None:
-    logits = shapes_of_rows(vocabulary, dtype)
+def test_statistics_equal_their_definitions_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> None:
+    logits = varied_logits(vocabulary, dtype)
     ids = torch.arange(40).expand(10, -1)
     small = path_for(logits) == "float64"
     for temperature in TEMPERATURES:
@@ -260,7 +260,7 @@ def test_agreement_at_every_temperature(vocabulary: int, dtype: torch.dtype) -> 
         exact = reference_stats(logits, temperature, ids)
         assert_close(exact, expected, FIELDS, 1e-11)
         assert_exact_zeros(exact, logits)
-        # logits as sharp without a temperature
+        # the same sharpness at temperature 1
         sharp = (logits.double() / temperature).to(dtype)
         assert_close(token_stats(sharp), plain(sharp, 1.0), FIELDS, 1e-11 if small else 1e-6)
 
@@ -299,7 +299,7 @@ def test_extreme_logits_are_not_infinite(path: str, dtype: torch.dtype) -> None:
 @runs_kernel
 @pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, 1), (torch.float16, 2), (torch.bfloat16, 2)])
 def test_kernel_at_every_temperature(dtype: torch.dtype, splits: int) -> None:
-    logits = shapes_of_rows(200, dtype)
+    logits = varied_logits(200, dtype)
     ids = torch.arange(40).expand(10, -1)
     for temperature in TEMPERATURES if splits == 1 else TEMPERATURES[::3]:
         stats = kernel(logits, temperature, ids, block=128, splits=splits)
@@ -373,8 +373,8 @@ class FixedDraws(TokenDraws):
 
 
 def count_different_draws(stats_of: Callable[..., TokenStats], logits: Tensor, count: int, temperature: float) -> int:
-    """Number of draws from logits [N, V] that differ from exact draws in float64. Asserts that the uniform number of
-    each is within 1e-6 of the boundary between the two tokens."""
+    """Count the draws from logits [N, V] that differ from exact draws in float64, and assert that their uniform numbers
+    are within 1e-6 of the boundary between the two tokens."""
     total = (logits.double() / temperature).softmax(-1).cumsum(-1)
     generator, num_different = torch.Generator().manual_seed(int(10 * temperature)), 0
     for _ in range(0, count, len(logits)):
@@ -439,7 +439,7 @@ def test_draws_of_the_kernel_differ_only_at_boundaries(count: int) -> None:
 
 
 def test_rows_do_not_depend_on_batch_and_threads() -> None:
-    """Bit-identical, although PyTorch rounds differently at the remainders of vectors."""
+    """Results are bit-identical, although PyTorch rounds the last elements of a vector loop differently."""
     logits, draws = logits_of(15, 1, vocabulary=30_011), draws_for(15, 1)
     logits[[1, 9]] += 5000
     threads = torch.get_num_threads()
@@ -514,7 +514,7 @@ def test_kernel_reads_strided_rows_and_divides_by_the_temperature() -> None:
 
 @runs_kernel
 @pytest.mark.parametrize("splits", [1, 4])
-def test_kernel_in_the_corners(splits: int) -> None:
+def test_kernel_on_edge_cases(splits: int) -> None:
     # ties across tiles and splits, one token, all mass in the last split, doubt below float32's resolution
     logits = torch.full((9, 128), -torch.inf)
     logits[0, [5, 40, 100]] = 2.0

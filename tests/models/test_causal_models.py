@@ -60,7 +60,7 @@ def save_model(folder: Path, kind: str = "llama", tokenizer: Any = None, seed: i
 
 def greedy_tokens(module: Any, row: list[int], new: int = 12) -> list[int]:
     if hasattr(module.config, "_experts_implementation"):
-        module.config._experts_implementation = "eager"  # the other kernels have no float64
+        module.config._experts_implementation = "eager"  # other implementations have no float64
     out = module.generate(
         torch.tensor([row]), attention_mask=torch.ones(1, len(row), dtype=torch.int64), max_new_tokens=new,
         do_sample=False, use_cache=False,
@@ -95,7 +95,7 @@ def test_facts_come_from_the_files(tmp_path: Path) -> None:
     assert model.default_max_new_tokens == 7 and model.facts.name == folder.name
     assert model.facts.max_length == 128 and model.facts.mask_token_id is None
     output = paradec.generate(model, "one two", sampler="sjd")
-    # texts have the first token of the tokenizer
+    # texts begin with <s>, as by the tokenizer
     assert output.sequences[0, : -output.new_tokens.shape[1]].tolist() == WORDS("one two")["input_ids"]
     assert WORDS("one two")["input_ids"][0] == 0
     model.save_pretrained(tmp_path / "again")
@@ -104,7 +104,7 @@ def test_facts_come_from_the_files(tmp_path: Path) -> None:
     assert torch.equal(paradec.generate(repeated, "one two", sampler="sjd").sequences, output.sequences)
 
 
-def test_shards_and_dtypes(tmp_path: Path) -> None:
+def test_shards_load_in_any_dtype(tmp_path: Path) -> None:
     module = module_of("qwen3")
     module.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -189,7 +189,7 @@ def test_a_class_that_is_causal_by_name_alone_is_refused() -> None:
     refuses(lambda: paradec.wrap(module, topology="causal"), "XLMWithLMHeadModel does not decode token by token")
 
 
-def test_experts_without_a_kernel() -> None:
+def test_expert_implementations_that_do_not_fit() -> None:
     module = module_of("qwen3_moe")
     assert module.config._experts_implementation == "grouped_mm"
     refuses(lambda: paradec.wrap(module), "'grouped_mm' of Qwen3MoeForCausalLM has no float64; call module.set_experts")
@@ -204,7 +204,7 @@ def test_experts_without_a_kernel() -> None:
         paradec.wrap(Custom(module.config).float())
 
 
-def test_a_plain_module_drafts() -> None:
+def test_modules_of_transformers_can_draft() -> None:
     module, small = module_of("llama"), module_of("qwen3", seed=3)
     model = paradec.wrap(module)
     for drafter in (small, module):
@@ -241,7 +241,7 @@ DRAWN: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "seed": 1}
 
 
 ASCII = {"suppress_tokens": [token for token in range(VOCAB) if not WORDS.decode([token]).isascii()]}
-"""Allow only tokens of complete characters; the text of partial ones depends on the tokenizer."""
+"""Suppress tokens that are parts of characters: their text depends on the tokenizer."""
 
 
 def samplers_by_name(model: Any) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def test_stop_strings_end_rows_like_transformers(chat_model: Any, name: str) -> 
     assert output.finished[0] and output.finished[2] and sum(output.tokens) < sum(free.tokens)
     assert sum(output.row_nfe) <= sum(free.row_nfe)
     row = free.finished.index(False)
-    for more, finished in (("", True), ("a", False)):  # complete at the last allowed token, and one too late
+    for more, finished in (("", True), ("a", False)):  # the stop string ends at the last token, or one later
         cut = paradec.generate(chat_model, ROWS, sampler=sampler, stop_strings=texts[row] + more, **DRAWN, **ASCII)
         assert cut.finished[row] == finished and cut.tokens[row] == 24
 
@@ -288,7 +288,7 @@ def test_streamers_get_every_token_once(chat_model: Any, name: str, capsys: pyte
     assert capsys.readouterr().out.rstrip("\n") == output.text.rstrip("\n")
 
 
-def test_custom_generate_of_transformers(chat_model: Any) -> None:
+def test_custom_generate_equals_generate_of_transformers(chat_model: Any) -> None:
     module = module_of("llama")
     ids = torch.tensor([[0, 0, *ROWS[2]], ROWS[0][:5]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1] * 5])

@@ -37,7 +37,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", NAMES)
-def test_golden_logits(name: str, attn_implementation: str) -> None:
+def test_logits_equal_the_recorded_ones(name: str, attn_implementation: str) -> None:
     model = paradec.load(GOLDEN / name, attn_implementation=attn_implementation)
     stored = load_file(GOLDEN / name / "logits_check.safetensors")
     for part in ("full", "half"):
@@ -82,7 +82,7 @@ def test_fields_that_change_the_maths_are_honoured(tmp_path: Path, config: dict[
 
 OTHER_MATHS = ["bias_for_layer_norm", "attention_layer_norm", "include_bias", "include_qkv_bias", "alibi"]
 MISSING = ["block_type", "rope_theta", "d_model", "n_heads", "mlp_hidden_size", "max_sequence_length", "mask_token_id"]
-"""Required fields. (The published class has another default of `block_type` than the files.)"""
+"""Required fields. (The published class and the published files have different values of `block_type`.)"""
 
 
 @pytest.mark.thinned
@@ -155,11 +155,11 @@ def test_rope_full_precision_keeps_half_precision_close(tmp_path: Path) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    "where", [{"device": "cpu"}, {"device": torch.device("cpu")}, {"device_map": "cpu"}, {"device_map": "auto"}]
+    "placement", [{"device": "cpu"}, {"device": torch.device("cpu")}, {"device_map": "cpu"}, {"device_map": "auto"}]
 )
-def test_devices(where: dict[str, Any]) -> None:
+def test_devices_and_device_maps(placement: dict[str, Any]) -> None:
     pytest.importorskip("accelerate")
-    model, plain = paradec.load(GOLDEN / "dream-tiny", **where), paradec.load(GOLDEN / "dream-tiny")
+    model, plain = paradec.load(GOLDEN / "dream-tiny", **placement), paradec.load(GOLDEN / "dream-tiny")
     new_tokens, expected = (paradec.generate(m, [1, 2, 3], max_new_tokens=4).new_tokens for m in (model, plain))
     assert model.device.type == "cpu" and torch.equal(new_tokens, expected)
 
@@ -178,11 +178,11 @@ def test_devices(where: dict[str, Any]) -> None:
         ({"mask_token_id": "x"}, "mask_token_id='x'"), ({"mask_token_id": -1}, "mask_token_id=-1"),
     ],
 )  # fmt: skip
-def test_wrong_arguments_of_load(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_load_are_refused(arguments: dict[str, Any], message: str) -> None:
     assert "\n" not in refuses(lambda: paradec.load(GOLDEN / "llada-tiny", **arguments), message)
 
 
-def test_wrong_shards(tmp_path: Path) -> None:
+def test_wrong_shards_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "sharded"
     weight_map = shard(write_checkpoint(tmp_path / "whole", LLADA), folder)
     first, second = sorted(set(weight_map.values()))
@@ -268,7 +268,7 @@ UNFIT: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("config", "weights", "message"), UNFIT)
-def test_weights_that_do_not_fit(tmp_path: Path, config: dict, weights: dict[str, Tensor], message: str) -> None:
+def test_unfitting_weights_are_refused(tmp_path: Path, config: dict, weights: dict[str, Tensor], message: str) -> None:
     refuses(lambda: paradec.load(write_checkpoint(tmp_path, config, weights)), message, paradec.CheckpointError)
 
 
@@ -287,7 +287,7 @@ FILES: list[tuple[dict[str, bytes | None], str]] = [
 
 
 @pytest.mark.parametrize(("files", "message"), FILES)
-def test_files_that_are_no_checkpoint(tmp_path: Path, files: dict[str, bytes | None], message: str) -> None:
+def test_files_that_are_no_checkpoint_are_refused(tmp_path: Path, files: dict[str, bytes | None], message: str) -> None:
     folder = write_checkpoint(tmp_path, LLADA)
     for name, data in files.items():
         if data is None:
@@ -298,11 +298,11 @@ def test_files_that_are_no_checkpoint(tmp_path: Path, files: dict[str, bytes | N
 
 
 @pytest.mark.parametrize("source", ["", 3, b"folder", ["a"], GOLDEN / "llada-tiny" / "config.json"])
-def test_sources_that_are_no_folder(source: Any) -> None:
+def test_sources_that_are_no_folder_are_refused(source: Any) -> None:
     refuses(lambda: paradec.load(source), "source=.* must be a folder|is a file, not a folder")
 
 
-def test_generation_config(tmp_path: Path) -> None:
+def test_max_new_tokens_comes_from_generation_config(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, LLADA)
     for stated, expected in ((12, 12), (True, 128), ("12", 128), (-1, 128), (None, 128)):
         (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": stated}))
@@ -355,7 +355,7 @@ def assert_loads_or_explains(folder: Path) -> None:
 @pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
 @FUZZ
 @given(data=st.data())
-def test_random_config_fields(tmp_path: Path, config: dict[str, Any], data: st.DataObject) -> None:
+def test_random_fields_load_or_are_refused(tmp_path: Path, config: dict[str, Any], data: st.DataObject) -> None:
     write_checkpoint(tmp_path, config)
     field = st.sampled_from(sorted(config)) | st.text(max_size=8)
     fields = data.draw(st.dictionaries(field, st.just(...) | JSON_VALUES, min_size=1, max_size=3))
@@ -365,7 +365,7 @@ def test_random_config_fields(tmp_path: Path, config: dict[str, Any], data: st.D
 
 @FUZZ
 @given(data=st.data())
-def test_random_bytes_in_the_weights(tmp_path: Path, data: st.DataObject) -> None:
+def test_random_bytes_load_or_are_refused(tmp_path: Path, data: st.DataObject) -> None:
     write_checkpoint(tmp_path, LLADA)
     file = tmp_path / "model.safetensors"
     stored = bytearray(file.read_bytes())

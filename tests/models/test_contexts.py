@@ -56,8 +56,8 @@ def float32_model(kind: str) -> Any:
     return model
 
 
-def with_autocast_calls(model: Any) -> Any:
-    """A copy of a model whose calls alone run under autocast."""
+def copy_with_autocast(model: Any) -> Any:
+    """Copy a model so that its calls, and nothing else, run under autocast."""
 
     class Cast(type(model)):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,7 @@ def test_autocast_applies_only_to_the_model(kind: str) -> None:
     model = float32_model(kind)
     with bfloat16_autocast():
         actual = decode_briefly(model, kind)
-    assert torch.equal(actual, decode_briefly(with_autocast_calls(model), kind))
+    assert torch.equal(actual, decode_briefly(copy_with_autocast(model), kind))
 
 
 AUTOCAST: dict[str, str] = {
@@ -108,7 +108,7 @@ def test_autocast_does_not_change_samplers(name: str) -> None:
 
     with bfloat16_autocast():
         actual = run(model)
-    assert torch.equal(actual, run(with_autocast_calls(model)))
+    assert torch.equal(actual, run(copy_with_autocast(model)))
 
 
 def run_in_child(function: Callable[[], Any]) -> Any:

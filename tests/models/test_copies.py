@@ -38,7 +38,7 @@ COPIES["torch.save"] = copy_by_torch_save
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("kind", EVERY)
-def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
+def test_copies_decode_the_same_independently(kind: str) -> None:
     model = shared_model(kind)
     tokens = expected(kind)
     copies = [model]
@@ -57,7 +57,7 @@ def test_a_copy_decodes_the_same_and_by_itself(kind: str) -> None:
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_the_original_may_be_unwrapped_first(way: str) -> None:
+def test_copies_work_after_the_original_is_unwrapped(way: str) -> None:
     module = decoder().eval()
     model = paradec.wrap(module, prediction="same", topology="bidirectional", **WRAP_IDS)
     tokens = decode_briefly(model, "Llama")
@@ -118,7 +118,7 @@ def test_copied_outputs_are_equal(kind: str, way: str) -> None:
 
 
 def assert_copies_continue(model: Any, sampler: Any, state: Any, end: Callable[[Any], torch.Tensor]) -> None:
-    """Do two steps twice each, then copy the state. All copies end like the original, independently."""
+    """Repeat each of two steps, then copy the state. The original and its copies end alike, independently."""
     with torch.inference_mode():
         for _ in range(2):
             if not state.done:
@@ -150,7 +150,7 @@ def test_copies_of_masked_states_continue(name: str) -> None:
 def test_copies_of_image_states_continue(name: str) -> None:
     sampler, model = samplers.create(name), {"groups": tiny_lpd, "nar": tiny_nar, "sjd": tiny_llamagen}[name]()
     grid = model.grid()
-    laid = model.request([3, 1], grid)
-    request = {"seed": 0, "guidance_scale": 2.0, "negative_prompt": laid.unconditional, "trace": True}
-    state = sampler.start(laid.model, laid.prompts, **request, **({"grid": grid} if name == "sjd" else {}))
-    assert_copies_continue(laid.model, sampler, state, lambda state: state.canvas)
+    image = model.request([3, 1], grid)
+    request = {"seed": 0, "guidance_scale": 2.0, "negative_prompt": image.unconditional, "trace": True}
+    state = sampler.start(image.model, image.prompts, **request, **({"grid": grid} if name == "sjd" else {}))
+    assert_copies_continue(image.model, sampler, state, lambda state: state.canvas)

@@ -53,7 +53,7 @@ def checkpoint(
     return config, random_weights(shapes, seed)
 
 
-def in_tree(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def to_transformers(config: Any, weights: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
     config = dict(config)
     config |= config.pop("dflash_config") | {"model_type": "muse_glimmer_assistant"}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
@@ -66,7 +66,7 @@ def in_tree(config: dict[str, Any], weights: dict[str, Tensor]) -> tuple[dict[st
 def loaded(tmp_path: Path) -> Callable[..., DFlashDrafter]:
     def load(base: Model, transformers_format: bool = False, **sizes: Any) -> DFlashDrafter:
         files = checkpoint(**sizes)
-        folder = write_drafter(tmp_path / "d", *(in_tree(*files) if transformers_format else files))
+        folder = write_drafter(tmp_path / "d", *(to_transformers(*files) if transformers_format else files))
         return paradec.load_drafter(folder, base=base)
 
     return load
@@ -77,7 +77,7 @@ def speculative(drafter: DFlashDrafter) -> Any:
 
 
 def test_drafts_tokens_and_forwards_equal_transformers(loaded: Any, tmp_path: Path) -> None:
-    """transformers needs eager attention: its sdpa attention ignores the window (5.23)."""
+    """transformers 5.23 runs with eager attention, because its sdpa attention ignores the window."""
     base = tiny_base(layers=4)
     drafter = loaded(base, transformers_format=True)
     options = {"attn_implementation": "eager", "dtype": torch.float64}
@@ -102,13 +102,13 @@ def test_drafts_tokens_and_forwards_equal_transformers(loaded: Any, tmp_path: Pa
     assert accepted > 8
 
 
-def test_answers_under_a_constraint(loaded: Any) -> None:
+def test_constrained_answers_have_the_right_distribution(loaded: Any) -> None:
     base = add_letter_tokenizer(tiny_base(layers=4), 2)
     assert max(assert_masked_decoding(speculative(loaded(base)), base, "(ab|b)a?", 4, 600).row_nfe) < 4
 
 
 def plain_block(config: dict, weights: dict[str, Tensor], block: Tensor, features: Tensor, causal: bool) -> Tensor:
-    """Compute one row plainly: block [B, D] after features [C, layers * D] of positions 0 to C -> [B, D]."""
+    """Compute one row: block [B, D] after C positions with features [C, layers * D] -> [B, D]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]
@@ -131,10 +131,10 @@ def plain_block(config: dict, weights: dict[str, Tensor], block: Tensor, feature
             return (y @ weights[f"{part}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, 8)).transpose(0, 1)
 
         y = norm(x, f"{part}input_layernorm")
-        both = torch.cat((context, y))
+        context_and_block = torch.cat((context, y))
         q = rotate(norm(heads(y, "q"), f"{part}self_attn.q_norm"), block_positions)
-        k = rotate(norm(heads(both, "k"), f"{part}self_attn.k_norm"), positions).repeat_interleave(2, 0)
-        v = heads(both, "v").repeat_interleave(2, 0)
+        k = rotate(norm(heads(context_and_block, "k"), f"{part}self_attn.k_norm"), positions).repeat_interleave(2, 0)
+        v = heads(context_and_block, "v").repeat_interleave(2, 0)
         scores = q @ k.mT / 8**0.5
         if config["layer_types"][layer] == "sliding_attention":
             distance = block_positions[:, None] - positions
@@ -206,12 +206,12 @@ def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
 
 
 @pytest.mark.parametrize("request_", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5}])
-def test_the_distribution_of_the_answers_is_the_model_s(loaded: Any, request_: dict[str, Any]) -> None:
+def test_answers_have_the_distribution_of_the_model(loaded: Any, request_: dict[str, Any]) -> None:
     base = tiny_base(layers=1)
     assert min(p_values(speculative(loaded(base, targets=[0], block=3, seed=2)), base, **request_)) > 0.01 / 4
 
 
-def test_over_llamagen(loaded: Any) -> None:
+def test_greedy_images_equal_undrafted_ones(loaded: Any) -> None:
     model = tiny_llamagen()
     drafter = loaded(model, hidden=48, targets=[0, 1], mask=CODES - 1, block=6)
     arguments = {"class_labels": [3, 7], "temperature": 0, "guidance_scale": 2.0, "output_type": "latent"}
@@ -244,7 +244,7 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] =
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_checkpoints(tmp_path: Path, change: Any, message: str) -> None:
+def test_wrong_checkpoints_are_refused(tmp_path: Path, change: Any, message: str) -> None:
     config, weights = checkpoint()
     change(config, weights)
     folder = write_drafter(tmp_path / "drafter", config, weights)

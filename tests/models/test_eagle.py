@@ -48,9 +48,9 @@ def loaded(tmp_path: Path) -> Callable[..., EagleDrafter]:
     return load
 
 
-def plain_head(weights: dict[str, Tensor], tokens: Tensor, features: Tensor, turned: Callable[..., Tensor]) -> Tensor:
-    """Compute one row by the paper: tokens [Q] from position 1, features [Q, D] from position 0 -> [Q, D].
-    turned: rotates x [heads, Q, d]."""
+def plain_head(weights: dict[str, Tensor], tokens: Tensor, features: Tensor, rotate: Callable[..., Tensor]) -> Tensor:
+    """Compute EAGLE's head for one row by the paper: tokens [Q] from position 1, features [Q, D] from position 0.
+    rotate: the rotary embedding of x [heads, Q, head_dim]. Returns features [Q, D]."""
     names = {key.split(".")[-2]: tensor for key, tensor in weights.items() if key.endswith("weight")}
     bias = {key.split(".")[-2]: tensor for key, tensor in weights.items() if key.endswith("bias")}
     length = len(tokens)
@@ -60,7 +60,7 @@ def plain_head(weights: dict[str, Tensor], tokens: Tensor, features: Tensor, tur
 
     x = linear("fc", torch.cat((names["embed_tokens"][tokens], features), -1))
     q, k, v = (linear(f"{name}_proj", x).view(length, -1, x.shape[-1] // 4).transpose(0, 1) for name in "qkv")
-    q, k = turned(q), turned(k).repeat_interleave(len(q) // len(k), 0)
+    q, k = rotate(q), rotate(k).repeat_interleave(len(q) // len(k), 0)
     v = v.repeat_interleave(len(q) // len(v), 0)
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
     x = x + linear("o_proj", (scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
@@ -68,7 +68,7 @@ def plain_head(weights: dict[str, Tensor], tokens: Tensor, features: Tensor, tur
     return x + linear("down_proj", silu(linear("gate_proj", y)) * linear("up_proj", y))
 
 
-def by_halves(x: Tensor) -> Tensor:
+def rotate_halves(x: Tensor) -> Tensor:
     width = x.shape[-1]
     angle = torch.arange(x.shape[1])[:, None] / 10000 ** (torch.arange(0, width, 2) / width)
     cos, sin = (part(angle).double().repeat(1, 2) for part in (torch.cos, torch.sin))
@@ -76,10 +76,10 @@ def by_halves(x: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), -1) * sin
 
 
-def by_cells(first: int, side: int) -> Callable[[Tensor], Tensor]:
-    """Rotate pairs like LlamaGen: half by the row of a cell, half by its column; none before position `first`."""
+def rotation_by_cells(first: int, side: int) -> Callable[[Tensor], Tensor]:
+    """Return LlamaGen's rotation, by the rows and columns of cells. first: the position of cell 0; none turn before."""
 
-    def turned(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         frequency = 10000 ** -(torch.arange(0, half, 2) / half)
         out = torch.zeros_like(x)
@@ -93,7 +93,7 @@ def by_cells(first: int, side: int) -> Callable[[Tensor], Tensor]:
             out[:, column] = torch.view_as_real(pairs * turn).flatten(-2)
         return out
 
-    return turned
+    return rotate
 
 
 def check_distributions(
@@ -102,12 +102,12 @@ def check_distributions(
     weights: dict[str, Tensor],
     features_of: Callable[[int, int, Tensor], Tensor],
     head: Callable[[Tensor], Tensor],
-    turned: Callable[[int, int], Callable[[Tensor], Tensor]],
-    chain: bool,
+    rotation_of: Callable[[int, int], Callable[[Tensor], Tensor]],
+    is_chain: bool,
 ) -> int:
-    """Compare the distribution of every inner node with a computation of the path to it from scratch."""
+    """Compare the draft distribution at each inner node with an uncached computation; return the number of nodes."""
     checked = 0
-    drafts = state.memory["drafts"].roll(1, 1) if chain else state.memory["drafts"]
+    drafts = state.memory["drafts"].roll(1, 1) if is_chain else state.memory["drafts"]
     for row in state.rows.tolist():
         for node, path in enumerate([(), *tree.paths]):
             if (tree.children[node] < 0).all() or len(path) >= state.end[row] - state.committed[row] - 1:
@@ -118,15 +118,15 @@ def check_distributions(
                 ids = state.context[branch * state.batch + row, :length]
                 features = features_of(branch, row, ids)[: length - 1]
                 tokens = ids[1:].clone()
-                for depth in range(len(path) + 1):  # each draft is read beside what was made of its parent
+                for depth in range(len(path) + 1):  # a draft's inputs: its token, its parent's output
                     token_ids = tokens.where(tokens < len(weights["embed_tokens.weight"]), 0)
-                    made = plain_head(weights, token_ids, features, turned(branch, row))
+                    output = plain_head(weights, token_ids, features, rotation_of(branch, row))
                     if depth == len(path):
-                        branches.append(head(made[-1:]))
+                        branches.append(head(output[-1:]))
                         break
-                    below = [(), *tree.paths].index(path[: depth + 1])
-                    tokens = torch.cat((tokens, drafts[row, below : below + 1]))
-                    features = torch.cat((features, made[-1:]))
+                    child = [(), *tree.paths].index(path[: depth + 1])
+                    tokens = torch.cat((tokens, drafts[row, child : child + 1]))
+                    features = torch.cat((features, output[-1:]))
             scale = state.request.guidance_scale
             logits = branches[0] if len(branches) == 1 else branches[1] + scale * (branches[0] - branches[1])
             expected = token_distribution(logits, state.request)[0]
@@ -146,7 +146,7 @@ def test_drafts_follow_the_paper(loaded: Any, settings: dict[str, Any], request_
     weights = eagle_weights(qkv_bias=bool(request_))[1]
     state = sampler.start(base, PROMPTS, max_new_tokens=9, seed=3, **request_)
     tree = Tree.from_setting(settings.get("tree", (1, 1, 1)))
-    checked, moved = 0, set()
+    checked, accept_lengths = 0, set()
 
     def features_of(branch: int, row: int, ids: Tensor) -> Tensor:
         return base.module.model(ids[None]).last_hidden_state[0]
@@ -154,43 +154,43 @@ def test_drafts_follow_the_paper(loaded: Any, settings: dict[str, Any], request_
     with torch.inference_mode():
         for _ in range(4):
             sampler.commit(state, sampler.step(base, state))
-            moved |= set(state.accepted[-1].tolist())
+            accept_lengths |= set(state.accepted[-1].tolist())
             checked += check_distributions(
-                state, tree, weights, features_of, base.module.lm_head, lambda *_: by_halves, "window" in settings
+                state, tree, weights, features_of, base.module.lm_head, lambda *_: rotate_halves, "window" in settings
             )
-    assert checked >= 20 and {1, 2} <= moved
+    assert checked >= 20 and {1, 2} <= accept_lengths
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("condition", ["c2i", "t2i"])
-def test_drafts_over_llamagen(loaded: Any, condition: str) -> None:
+def test_llamagen_drafts_follow_the_paper(loaded: Any, condition: str) -> None:
     model = tiny_llamagen(condition)
     sizes = {"hidden": 48, "vocab": CODES, "kv_heads": 4}
     sampler = paradec.samplers.create("speculative", drafter=loaded(model, **sizes), tree=(2, 1, 1))
-    grid, given = model.grid(), [3, 7]
+    grid, inputs = model.grid(), [3, 7]
     if condition == "t2i":
-        given = [torch.randn(n, 16, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (2, 5)]
-    request = model.request(given, grid)
+        inputs = [torch.randn(n, 16, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (2, 5)]
+    request = model.request(inputs, grid)
     state = sampler.start(
         request.model, request.prompts, grid=grid, seed=5, guidance_scale=2.0, negative_prompt=request.unconditional
     )
-    every = torch.arange(state.context.shape[1]).expand_as(state.context)
+    positions = torch.arange(state.context.shape[1]).expand_as(state.context)
 
     def features_of(branch: int, row: int, ids: Tensor) -> Tensor:
-        """Return features from the base's evaluation of whole rows; other tests compare it with the public code."""
-        full = CausalQuery(np.arange(state.batch), state.context, every, branches=2, keep_hidden=True)
+        """Return the base's features, computed over whole rows. Other tests compare the base with the public code."""
+        full = CausalQuery(np.arange(state.batch), state.context, positions, branches=2, keep_hidden=True)
         request.model(full)
         return full.hidden[branch * state.batch + row]
 
-    def turned(branch: int, row: int) -> Callable[[Tensor], Tensor]:
-        return by_cells(int(state.prompt_length[row]), 4)
+    def rotation_of(branch: int, row: int) -> Callable[[Tensor], Tensor]:
+        return rotation_by_cells(int(state.prompt_length[row]), 4)
 
     with torch.inference_mode():
         for _ in range(3):
             sampler.commit(state, sampler.step(request.model, state))
             assert len(state.rows) == 2
             weights, tree = eagle_weights(**sizes)[1], Tree.from_setting((2, 1, 1))
-            assert check_distributions(state, tree, weights, features_of, model.module.head, turned, False) == 10
+            assert check_distributions(state, tree, weights, features_of, model.module.head, rotation_of, False) == 10
 
 
 @pytest.mark.parametrize("paths", [((1,),), ((0,), (2,)), ((0, 0),), ((0,), (0, 1)), ((0,), (1, 0))])
@@ -198,19 +198,19 @@ def test_trees_with_gaps_are_refused(paths: tuple[tuple[int, ...], ...]) -> None
     refuses(lambda: Tree(paths), "without its parent or previous sibling")
 
 
-def grow(distribution_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:
-    """Build EAGLE-2's tree by a plain loop: a node is its path of tokens. room: the maximum number of drafts."""
-    named: dict[tuple[int, ...], float] = {}
+def grow_tree(q_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room: int) -> set[tuple[int, ...]]:
+    """Build the paths of EAGLE-2's tree by a plain loop. q_of: distribution after a path. room: maximum depth."""
+    probabilities: dict[tuple[int, ...], float] = {}
     beams: list[tuple[int, ...]] = [()]
     for _ in range(min(tree.depth, room)):
         level = {}
         for path in beams:
-            best = distribution_of(path).topk(tree.top_k)
-            for token_id, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-                level[(*path, token_id)] = named.get(path, 1.0) * chance
-        named |= level
+            best = q_of(path).topk(tree.top_k)
+            for token_id, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                level[(*path, token_id)] = probabilities.get(path, 1.0) * probability
+        probabilities |= level
         beams = sorted(level, key=level.get, reverse=True)[: tree.top_k]
-    return set(sorted(named, key=named.get, reverse=True)[: tree.nodes - 1])
+    return set(sorted(probabilities, key=probabilities.get, reverse=True)[: tree.nodes - 1])
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
@@ -228,27 +228,27 @@ def test_dynamic_trees_follow_eagle_2(loaded: Any, temperature: float) -> None:
             for row in state.rows.tolist():
                 ids = state.context[row, : state.committed[row]]
                 room = int(state.end[row] - state.committed[row]) - 1
-                own = base.module.model(ids[None]).last_hidden_state[0, :-1]
+                hidden = base.module.model(ids[None]).last_hidden_state[0, :-1]
 
-                def distribution_of(path: tuple[int, ...], ids: Tensor = ids, own: Tensor = own) -> Tensor:
-                    tokens, features = ids[1:], own
+                def q_of(path: tuple[int, ...], ids: Tensor = ids, hidden: Tensor = hidden) -> Tensor:
+                    tokens, features = ids[1:], hidden
                     for token_id in (*path, -1):
-                        made = plain_head(weights, tokens, features, by_halves)[-1:]
-                        tokens, features = torch.cat((tokens, torch.tensor([token_id]))), torch.cat((features, made))
-                    return token_distribution(base.module.lm_head(made), request)[0]
+                        output = plain_head(weights, tokens, features, rotate_halves)[-1:]
+                        tokens, features = torch.cat((tokens, torch.tensor([token_id]))), torch.cat((features, output))
+                    return token_distribution(base.module.lm_head(output), request)[0]
 
-                at = state.rows.tolist().index(row)
-                token_ids, seen = state.memory["drafts"][row], layout.ancestors[at]
+                i = state.rows.tolist().index(row)
+                drafts, ancestors = state.memory["drafts"][row], layout.ancestors[i]
                 paths = {
-                    tuple(token_ids[seen[node]][1:].tolist()) for node in range(1, tree.nodes) if token_ids[node] >= 0
+                    tuple(drafts[ancestors[node]][1:].tolist()) for node in range(1, tree.nodes) if drafts[node] >= 0
                 }
                 if room:  # else there is nothing to draft
-                    assert paths == grow(distribution_of, tree, room)
+                    assert paths == grow_tree(q_of, tree, room)
                     rooms.add(room)
-                shapes.add(tuple(layout.parents[at].tolist()))
+                shapes.add(tuple(layout.parents[i].tolist()))
                 for node in range(1, tree.nodes):
-                    assert node in layout.children[at, layout.parents[at, node]] and layout.depths[at, node] <= 3
-    assert len(shapes) > 1 and max(rooms) > 3  # rows differ
+                    assert node in layout.children[i, layout.parents[i, node]] and layout.depths[i, node] <= 3
+    assert len(shapes) > 1 and max(rooms) > 3  # trees and limits differ between rows
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -286,7 +286,7 @@ EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("settings", "request_"), EXACT)
-def test_the_distribution_of_the_answers_is_the_model_s(
+def test_answers_have_the_distribution_of_the_model(
     loaded: Any, settings: dict[str, Any], request_: dict[str, Any]
 ) -> None:
     base = tiny_base(layers=1)
@@ -300,13 +300,13 @@ def test_the_distribution_of_the_answers_is_the_model_s(
 @pytest.mark.parametrize("name", ["lantern", "lantern++"])
 def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> None:
     model = exactness.TableModel.random(9, seed=0)
-    drafter = exactness.TableModel.random(9, seed=1, sharpness=2.0)  # unlike the model, so that drafts fall
+    drafter = exactness.TableModel.random(9, seed=1, sharpness=2.0)  # differs from the model: some drafts are rejected
     settings: dict[str, Any] = {"delta": 1.0} if name == "lantern" else {"lam": 100.0}
     sampler = paradec.samplers.create(name, drafter=drafter, tree=shape, k=k, **settings)
-    codes, stood, fell = model.codebook().numpy(), 0, 0
+    codes, accepted, rejected = model.codebook().numpy(), 0, 0
     state = sampler.start(model, [[1, 2], [3]] * 10, max_new_tokens=6, seed=2)
     while not state.done:
-        rows, left = state.rows, state.end - state.committed
+        rows, remaining = state.rows, state.end - state.committed
         queries = sampler.query(state)
         outputs = [model(query, state.store) for query in queries]
         proposal = sampler.propose(state, outputs, queries)
@@ -317,10 +317,10 @@ def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> 
             parents = tree.parents[i if len(tree.parents) > 1 else 0].tolist()
             drafts, node, depth, expected = state.memory["drafts"][row].tolist(), 0, 0, []
             while True:
-                below = [child for child, parent in enumerate(parents) if parent == node]
-                below = below if depth + 1 < left[row] else []  # no draft lies after the answer's end
-                token_ids = [drafts[child] for child in below]
-                numbers = uniform[i, depth][: len(below)].tolist()
+                children = [child for child, parent in enumerate(parents) if parent == node]
+                children = children if depth + 1 < remaining[row] else []  # no draft lies after the answer's end
+                token_ids = [drafts[child] for child in children]
+                numbers = uniform[i, depth][: len(children)].tolist()
                 limit = 1.0 if name == "lantern" else 100.0
                 child, distribution = plain_node(
                     p[i, node], q[i, node], token_ids, numbers, codes, k, limit, shape == TREE
@@ -328,14 +328,14 @@ def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> 
                 if child < 0:
                     number = uniform[i, depth, -1] * distribution.sum()
                     expected.append(int(np.searchsorted(distribution.cumsum(), number, "right")))
-                    fell += len(below) > 0
+                    rejected += len(children) > 0
                     break
-                stood += 1
+                accepted += 1
                 expected.append(token_ids[child])
-                node, depth = below[child], depth + 1
+                node, depth = children[child], depth + 1
             assert [token_id for token_id in proposal.values[i].tolist() if token_id >= 0] == expected
         sampler.commit(state, proposal)
-    assert stood > 10 and fell > 3
+    assert accepted > 10 and rejected > 3
 
 
 @pytest.mark.thinned

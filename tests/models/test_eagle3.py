@@ -38,7 +38,7 @@ def tensors() -> dict[str, Tensor]:
     return read_arrays(RECORDED / "cases.safetensors")
 
 
-class Recording(Eagle3Drafter):
+class RecordingDrafter(Eagle3Drafter):
     def __call__(self, query: Any, features: Tensor, store: Any) -> tuple[Tensor, Tensor]:
         result = super().__call__(query, features, store)
         self.calls.append((result[0][0, -1], result[1][0, -1]))
@@ -46,12 +46,12 @@ class Recording(Eagle3Drafter):
 
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason="no drafters were recorded")
-def test_the_recorded_base(base: Model, tensors: dict[str, Tensor]) -> None:
+def test_the_base_gives_the_recorded_logits_and_layers(base: Model, tensors: dict[str, Tensor]) -> None:
     with replay("base"), torch.no_grad():
         out = base.module(tensors["ids"][None], output_hidden_states=True)
         torch.testing.assert_close(out.logits[0], tensors["logits"].float(), rtol=0, atol=1e-4)
         layers = [name for name in tensors if name.startswith("layer_")]
-        for number in range(len(layers) - 1):  # transformers gives the last layer's after the norm
+        for number in range(len(layers) - 1):  # transformers returns the last layer's states after the norm
             torch.testing.assert_close(
                 out.hidden_states[1 + number][0], tensors[f"layer_{number}"].float(), rtol=0, atol=1e-4
             )
@@ -61,7 +61,7 @@ def test_the_recorded_base(base: Model, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_drafts_and_their_distributions(name: str, base: Model, tensors: dict[str, Tensor]) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
-    drafter.__class__ = Recording
+    drafter.__class__ = RecordingDrafter
     cases = {key: case for key, case in CASES.items() if case["drafter"] == name}
     assert cases
     for key, case in cases.items():
@@ -118,7 +118,7 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_checkpoints(change: Any, message: str, base: Model, tmp_path: Path) -> None:
+def test_wrong_checkpoints_are_refused(change: Any, message: str, base: Model, tmp_path: Path) -> None:
     folder = RECORDED / "eagle3-speculators"
     config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     change(config, weights)
@@ -129,7 +129,7 @@ def test_wrong_checkpoints(change: Any, message: str, base: Model, tmp_path: Pat
 
 
 def test_missing_embeddings_come_from_the_model(base: Model, tmp_path: Path) -> None:
-    """The paper's code stores no embeddings if it uses the model's, and sometimes prefixes names with "model."."""
+    """The paper's code stores no embeddings when the drafter uses the model's. It may prefix names with "model."."""
     folder = RECORDED / "eagle3-original"
     shutil.copy(folder / "config.json", tmp_path)
     weights = load_file(folder / "model.safetensors")

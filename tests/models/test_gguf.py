@@ -49,8 +49,8 @@ QWEN_SPLIT = (
 TEXTS = ("one two  three", "seven\n\n12'll <think>x", f"{SPECIAL}nine <|end|>...\n", "Ünïcode é 7.5", "")
 
 
-def folder_of(name: str, tmp_path: Path) -> Path:
-    """Return a golden checkpoint, with an adapted config.json if the model type differs."""
+def copy_checkpoint(name: str, tmp_path: Path) -> Path:
+    """Copy a golden checkpoint to `tmp_path`, with the fields of CHECKPOINTS in config.json."""
     source, changes = GOLDEN / CHECKPOINTS[name][0], CHECKPOINTS[name][1]
     folder = tmp_path / name
     folder.mkdir()
@@ -60,7 +60,7 @@ def folder_of(name: str, tmp_path: Path) -> Path:
 
 
 def wide_folder(folder: Path, weights: dict[str, Tensor] | None = None, **changes: Any) -> Path:
-    """Write a random LLaDA or Dream of width 256, which packed kinds need."""
+    """Write a random LLaDA or Dream of width 256, which quantised kinds of tensors need."""
     sizes = {"vocab_size": 300, "mask_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "rms_norm_eps": 1e-5}
     config = LLADA | {"d_model": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "mlp_hidden_size": 256} | sizes
     if changes.get("model_type") == "Dream":
@@ -105,7 +105,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_float32_files_answer_like_the_folder(name: str, tmp_path: Path) -> None:
-    folder, file = folder_of(name, tmp_path), tmp_path / "model.gguf"
+    folder, file = copy_checkpoint(name, tmp_path), tmp_path / "model.gguf"
     write_gguf(file, folder)
     expected, model = paradec.load(folder), paradec.load(file)
     assert model.facts == replace(expected.facts, name="model")
@@ -141,7 +141,7 @@ def test_packed_kinds_equal_their_unpacked_weights(kind: str, model_type: str, t
 
 
 def test_packed_experts(tmp_path: Path) -> None:
-    folder, file = folder_of("rnd1", tmp_path), tmp_path / "model.gguf"
+    folder, file = copy_checkpoint("rnd1", tmp_path), tmp_path / "model.gguf"
     config = json.loads((folder / "config.json").read_text()) | {"moe_intermediate_size": 32}
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
@@ -157,7 +157,7 @@ def test_packed_experts(tmp_path: Path) -> None:
     assert sum(isinstance(part, Int8Experts) for part in model.module.modules()) == 3
 
 
-def test_tied_output_and_other_fields(tmp_path: Path) -> None:
+def test_tied_outputs_and_scaled_angles(tmp_path: Path) -> None:
     folder = wide_folder(tmp_path / "folder", weight_tying=True)
     weights = load_file(folder / "model.safetensors")
     weights.pop("model.transformer.ff_out.weight", None)
@@ -175,9 +175,9 @@ def test_tied_output_and_other_fields(tmp_path: Path) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["llada", "dream"])
-def test_shifted_logits(name: str, tmp_path: Path) -> None:
-    """The field of the file decides, and a saved model keeps it."""
-    folder, file = folder_of(name, tmp_path), tmp_path / "model.gguf"
+def test_the_file_states_whether_logits_are_shifted(name: str, tmp_path: Path) -> None:
+    """The field diffusion.shift_logits decides, and saved models keep it."""
+    folder, file = copy_checkpoint(name, tmp_path), tmp_path / "model.gguf"
     for is_shifted in (True, False):
         field = {"diffusion.shift_logits": is_shifted}
         if name == "llada":
@@ -200,7 +200,7 @@ def test_shifted_logits(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Write GGUF files by kind whose MLP matrices have a million weights."""
+    """Return a function that writes a GGUF file of one kind. Its MLP matrices have a million weights."""
     root = tmp_path_factory.mktemp("large")
     folder = wide_folder(root / "folder", n_layers=1, mlp_hidden_size=2**12)
 
@@ -232,7 +232,7 @@ def test_packed_weights_become_int8_on_a_cpu(large: Callable[..., Path], tmp_pat
 
 
 def test_layers_are_unpacked_one_at_a_time(large: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a large layer is rounded, no other one is unpacked in memory."""
+    """While a large layer is rounded, no other large layer is unpacked in memory."""
     references: list[Any] = []
     alive_counts: list[int] = []
     unpack = gguf.GgufTensor.__getitem__
@@ -273,7 +273,7 @@ def causal_folder(folder: Path, model_type: str, **fields: Any) -> Path:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_causal_models(model_type: str, tmp_path: Path) -> None:
+def test_causal_models_decode_like_the_folder(model_type: str, tmp_path: Path) -> None:
     folder, file = causal_folder(tmp_path / "folder", model_type), tmp_path / "model.gguf"
     write_gguf(file, folder, tokenizer=tokenizer())
     expected, model = paradec.load(folder), paradec.load(file)
@@ -312,7 +312,7 @@ def test_scaled_angles_of_llama(tmp_path: Path) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("pre", "split"), [("gpt-2", None), ("qwen2", QWEN_SPLIT), ("bailingmoe", None)])
-def test_tokenizers(pre: str, split: str | None, tmp_path: Path) -> None:
+def test_tokenizers_equal_the_original(pre: str, split: str | None, tmp_path: Path) -> None:
     original = tokenizer()
     if split is not None:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -339,8 +339,8 @@ def test_tokenizers(pre: str, split: str | None, tmp_path: Path) -> None:
     assert repeated.tokenizer(TEXT)["input_ids"] == original(TEXT)["input_ids"]
 
 
-def test_the_first_token(tmp_path: Path) -> None:
-    """The first token of the file is added, except for LLaDA, whose converter writes one for every file."""
+def test_texts_begin_with_the_bos_token_except_llada(tmp_path: Path) -> None:
+    """The converter sets add_bos_token for every LLaDA, but LLaDA's tokenizer adds no token."""
     for name, count in (("llada", 0), ("Dream", 1)):
         folder, file = wide_folder(tmp_path / name, model_type=name), tmp_path / f"{name}.gguf"
         extra = {} if name == "llada" else {"tokenizer.ggml.add_bos_token": True}
@@ -349,7 +349,7 @@ def test_the_first_token(tmp_path: Path) -> None:
         assert ids == [2] * count + tokenizer()("one two")["input_ids"]
 
 
-def test_unknown_tokenizers(tmp_path: Path) -> None:
+def test_unknown_tokenizers_are_refused(tmp_path: Path) -> None:
     folder, file = wide_folder(tmp_path / "folder"), tmp_path / "a.gguf"
     write_gguf(file, folder, tokenizer=tokenizer(), pre="other")
     message = "a.gguf': a tokenizer with tokenizer.ggml.model='gpt2' and tokenizer.ggml.pre='other' is not supported"
@@ -397,7 +397,7 @@ def data_start(file: Path) -> int:
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(None, marks=pytest.mark.full)], ids=["some", "all"])
-def test_files_that_are_cut_short(count: int | None, small: Path, tmp_path: Path) -> None:
+def test_files_that_are_cut_short_are_refused(count: int | None, small: Path, tmp_path: Path) -> None:
     data, start = small.read_bytes(), data_start(small)
     assert 800 < start < len(data)
     file = tmp_path / "cut.gguf"
@@ -411,13 +411,13 @@ def test_files_that_are_cut_short(count: int | None, small: Path, tmp_path: Path
 
 @pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.full)])
 def test_files_with_wrong_bytes(count: int, small: Path, tmp_path: Path) -> None:
-    """With a wrong byte in the header the file loads, or the error has the file's name."""
+    """A file with a wrong byte in its header loads, or the error has the file's name."""
     data, start, draw = small.read_bytes(), data_start(small), random.Random(0)
     file = tmp_path / "wrong.gguf"
     loaded = 0
     for _ in range(count):
-        place = draw.randrange(start)
-        file.write_bytes(data[:place] + bytes([draw.randrange(256)]) + data[place + 1 :])
+        offset = draw.randrange(start)
+        file.write_bytes(data[:offset] + bytes([draw.randrange(256)]) + data[offset + 1 :])
         try:
             paradec.load(file)
             loaded += 1
@@ -470,7 +470,7 @@ def tensor(name: str, kind: int, *sizes: int) -> bytes:
         (header(tensors=(tensor("x", 0, 1),) * 2) + bytes(64), "it has the tensor 'x' twice"),
     ],
 )
-def test_wrong_headers(data: bytes, message: str, tmp_path: Path) -> None:
+def test_wrong_headers_are_refused(data: bytes, message: str, tmp_path: Path) -> None:
     file, message = tmp_path / "a.gguf", f"a.gguf' cannot be read as a GGUF file: {message}"
     file.write_bytes(data)
     tracemalloc.start()
@@ -481,7 +481,7 @@ def test_wrong_headers(data: bytes, message: str, tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_wrong_contents(small: Path, tmp_path: Path) -> None:
+def test_wrong_contents_are_refused(small: Path, tmp_path: Path) -> None:
     folder, file = small.parent / "folder", tmp_path / "a.gguf"
 
     def refused(message: str, extra: dict[str, Any] | None = None, **changes: Any) -> None:
@@ -517,7 +517,7 @@ def test_unsupported_architectures_are_refused(tmp_path: Path) -> None:
     refuses(lambda: paradec.load(file, quantization="int8"), message, CheckpointError)
 
 
-def test_without_the_package(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gguf_package_is_named(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
     message = "a.gguf' needs the package gguf: install paradec's extra 'gguf', e.g. pip install -e '.\\[gguf\\]'"

@@ -38,7 +38,7 @@ SMALL = Int8Config(min_weights=64)
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
 
 
-def load(family: str, **options: Any) -> Any:
+def load_family(family: str, **options: Any) -> Any:
     folder, arguments = FAMILIES[family]
     return paradec.load(GOLDEN / folder, **arguments, **options)
 
@@ -49,7 +49,7 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
 
 
 def median_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the median over rows of the relative error (2-norm)."""
+    """Return the median over positions of the relative error (2-norm)."""
     errors = (actual - expected).flatten(0, 1).norm(dim=-1) / expected.flatten(0, 1).norm(dim=-1)
     return float(errors.median())
 
@@ -69,7 +69,7 @@ def decode(model: Any, prompts: Any = PROMPTS) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def causal(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+def causal_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """Write causal checkpoints of transformers. Key: whether the output matrix is tied to the embeddings."""
     folders = {}
     for tied in (False, True):
@@ -86,8 +86,8 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     "family",
     [name if name in ("dream", "llada2") else pytest.param(name, marks=pytest.mark.further) for name in FAMILIES],
 )
-def test_logits_and_files(family: str, tmp_path: Path) -> None:
-    exact, model = load(family), load(family, quantization=SMALL)
+def test_logits_stay_close_and_files_reload_exactly(family: str, tmp_path: Path) -> None:
+    exact, model = load_family(family), load_family(family, quantization=SMALL)
     parts = list(model.module.modules())
     assert not any(type(part) is nn.Linear for part in parts)
     assert sum(isinstance(part, Int8Linear) for part in parts) > 4
@@ -95,13 +95,13 @@ def test_logits_and_files(family: str, tmp_path: Path) -> None:
     assert has_experts == (family in ("sdar_moe", "llada_moe", "llada2", "llada22"))
     tokens = torch.randint(4, 60, (3, 16), generator=torch.Generator().manual_seed(0))
     expected, actual = logits(exact, tokens), logits(model, tokens)
-    # rounding may change a row's experts and thus the whole row: hence the median
+    # the median, because rounding may change a token's experts and thus all its logits
     assert 0 < median_error(actual, expected) < (0.08 if has_experts else 0.04) * (1 if weight_bits() == 8 else 2)
     state = model.module.state_dict()
     for name, weight in exact.module.state_dict().items():
         if state.get(name, weight).dtype == torch.int8:
             weight.copy_(state[name].mT * state[scale_name(name)].unsqueeze(-1))
-    assert median_error(actual, logits(exact, tokens)) < 0.003  # the rounding of the activations alone
+    assert median_error(actual, logits(exact, tokens)) < 0.003  # only activations are rounded in one of the two
     model.save_pretrained(tmp_path)
     repeated = paradec.load(tmp_path)
     assert replace(repeated.facts, name=model.facts.name) == model.facts
@@ -118,9 +118,9 @@ def test_logits_and_files(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "llada2"])
 def test_weights_equal_those_of_the_rounded_module(family: str) -> None:
-    """Matrices equal the rounded loaded ones. Embeddings, norms and routers are unchanged."""
-    exact = load(family).module.state_dict()
-    state = load(family, quantization=SMALL).module.state_dict()
+    """Matrices equal the loaded matrices after rounding. Embeddings, norms and routers are unchanged."""
+    exact = load_family(family).module.state_dict()
+    state = load_family(family, quantization=SMALL).module.state_dict()
     for name, tensor in state.items():
         if tensor.dtype == torch.int8:
             weight, scale = quantize_weight(exact[name], weight_bits())
@@ -128,14 +128,14 @@ def test_weights_equal_those_of_the_rounded_module(family: str) -> None:
             assert torch.equal(state[scale_name(name)], scale)
         elif name in exact:
             assert torch.equal(tensor, exact[name])
-    kept = {name.split(".")[-2] for name in exact if name in state and state[name].dtype != torch.int8}
-    assert {"embed_tokens", "norm", "input_layernorm"} <= kept
+    unchanged = {name.split(".")[-2] for name in exact if name in state and state[name].dtype != torch.int8}
+    assert {"embed_tokens", "norm", "input_layernorm"} <= unchanged
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("family", ["llada", "llada_moe"])
-def test_rows_batches_and_copies(family: str) -> None:
-    model = load(family, quantization=SMALL)
+def test_batches_and_copies_give_the_same_tokens(family: str) -> None:
+    model = load_family(family, quantization=SMALL)
     expected = decode(model)
     assert [decode(model, [prompt])[0] for prompt in PROMPTS] == expected
     assert decode(copy.deepcopy(model)) == expected
@@ -148,8 +148,8 @@ def test_rows_batches_and_copies(family: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_causal_models(tied: bool, causal: dict[bool, Path], tmp_path: Path) -> None:
-    exact, model = (paradec.load(causal[tied], quantization=value) for value in (None, SMALL))
+def test_causal_models_reload_exactly(tied: bool, causal_folders: dict[bool, Path], tmp_path: Path) -> None:
+    exact, model = (paradec.load(causal_folders[tied], quantization=value) for value in (None, SMALL))
     assert isinstance(model.module.lm_head, Int8Linear)
     assert torch.equal(model.token_embeddings(), exact.token_embeddings())
     assert model.module.model.layers[0].self_attn.q_proj.bias is not None
@@ -169,7 +169,7 @@ def test_mixtures_without_int8_experts_are_refused(tmp_path: Path) -> None:
         paradec.load(tmp_path, quantization=SMALL)
 
 
-def test_sizes_settings_and_dtypes(tmp_path: Path) -> None:
+def test_saved_settings_and_dtypes_are_restored(tmp_path: Path) -> None:
     model = paradec.load(quantization=Int8Config(min_weights=50_000, activations=8), dtype="bfloat16")
     sizes = {type(part): part.weight.numel() for part in model.module.modules() if hasattr(part, "in_features")}
     assert sizes[nn.Linear] < 50_000 <= sizes[Int8Linear]
@@ -199,18 +199,18 @@ def test_sizes_settings_and_dtypes(tmp_path: Path) -> None:
         ({"device_map": "auto"}, "does not go with device_map='auto'"),
     ],
 )
-def test_refused_options(options: dict[str, Any], message: str) -> None:
+def test_options_that_int8_excludes_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load("llada", **{"quantization": "int8"} | options)
+        load_family("llada", **{"quantization": "int8"} | options)
 
 
-def test_wrong_settings_and_files(tmp_path: Path) -> None:
+def test_wrong_settings_and_files_are_refused(tmp_path: Path) -> None:
     for wrong in ({"activations": 4}, {"min_weights": 0}, {"weight_bits": 4}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Int8Config(**wrong)
     with pytest.raises(ValueError, match="is not for image models"):
         paradec.load("digits-maskgit", quantization="int8")
-    model = load("llada", quantization=SMALL)
+    model = load_family("llada", quantization=SMALL)
     with pytest.raises(ValueError, match="offloaded or quantised"):
         model.update_weights({"lm_head.weight": torch.zeros(model.module.lm_head.weight.shape)})
     model.save_pretrained(tmp_path / "good")
@@ -224,7 +224,7 @@ def test_wrong_settings_and_files(tmp_path: Path) -> None:
         "mismatched weights": {weight: weights[weight][1:].clone()},
         "is stored as torch.float32, not torch.int8": {weight: weights[weight].float()},
     }
-    if not hasattr(HfQuantizer, "get_new_dtype"):  # transformers before 5.21 casts them to int8
+    if not hasattr(HfQuantizer, "get_new_dtype"):  # transformers before 5.21 casts all stored weights to int8
         del changes["is stored as torch.float32, not torch.int8"]
     for message, change in changes.items():
         folder = tmp_path / message.split()[0]
@@ -241,12 +241,12 @@ def test_wrong_settings_and_files(tmp_path: Path) -> None:
         paradec.load(folder)
 
 
-def test_files_for_other_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processors on which eight bits are inexact use seven, and refuse files with eight."""
+def test_weights_have_seven_bits_where_eight_are_inexact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processors where products of 8-bit weights are inexact, weights have 7 bits, and files with 8 are refused."""
     monkeypatch.setattr("paradec.models.int8.weight_bits", lambda: 8)
-    load("llada", quantization=SMALL).save_pretrained(tmp_path / "eight")
+    load_family("llada", quantization=SMALL).save_pretrained(tmp_path / "eight")
     monkeypatch.setattr("paradec.models.int8.weight_bits", lambda: 7)
-    model = load("llada", quantization=SMALL)
+    model = load_family("llada", quantization=SMALL)
     assert model.module.lm_head.state_dict()["weight"].abs().max() == 63
     model.save_pretrained(tmp_path / "seven")
     with pytest.raises(CheckpointError, match="not exact on this processor"):

@@ -33,7 +33,7 @@ CONFIG = {
     "peft_type": "LORA", "r": 4, "rank_pattern": {}, "revision": None, "task_type": None, "use_dora": False,
     "use_rslora": False,
 }  # fmt: skip
-"""adapter_config.json of peft. D2F's has rank and alpha 32, and the matrices of `TARGETS`."""
+"""adapter_config.json of peft. D2F's config has rank and alpha 32, and the matrices of `TARGETS`."""
 TARGETS = {
     "dream-tiny": ["q_proj", "v_proj", "k_proj", "o_proj"],
     "llada-tiny": ["q_proj", "v_proj", "k_proj", "attn_out"],
@@ -42,11 +42,11 @@ BASES = sorted(TARGETS)
 
 
 def random_adapter(base: str, rank: int = 4, targets: Any = None) -> dict[str, tuple[Tensor, Tensor]]:
-    drawn = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     result = {}
     for name, weight in load_file(GOLDEN / base / "model.safetensors").items():
         if name.removesuffix(".weight").endswith(tuple(targets or TARGETS[base])) and weight.ndim == 2:
-            down, up = (torch.randn(shape, generator=drawn) for shape in ((rank, weight.shape[1]), (len(weight), rank)))
+            down, up = (torch.randn(size, generator=rng) for size in ((rank, weight.shape[1]), (len(weight), rank)))
             result[name.removesuffix(".weight")] = down * 0.1, up * 0.5
     return result
 
@@ -63,7 +63,7 @@ def write(folder: Path, base: str, pairs: dict | None = None, **fields: Any) -> 
     return folder
 
 
-def merged_by_hand(folder: Path, base: str, pairs: dict, scale: Any) -> Path:
+def write_merged(folder: Path, base: str, pairs: dict, scale: Any) -> Path:
     shutil.copytree(GOLDEN / base, folder)
     weights = load_file(folder / "model.safetensors")
     for name, (down, up) in pairs.items():
@@ -91,13 +91,13 @@ def test_merged_weights_equal_a_manual_merge(base: str, tmp_path: Path) -> None:
     ]
     plain = paradec.load(GOLDEN / base)
     for number, (fields, scale) in enumerate(cases):
-        by_hand = paradec.load(merged_by_hand(tmp_path / f"hand{number}", base, pairs, scale))
+        by_hand = paradec.load(write_merged(tmp_path / f"hand{number}", base, pairs, scale))
         ours = paradec.load(GOLDEN / base, adapter=write(tmp_path / f"adapter{number}", base, pairs, **fields))
         assert same_weights(ours, by_hand) and not same_weights(ours, plain)
         assert ours.facts == plain.facts and ours.facts.topology == "bidirectional"
-    # a different rank per matrix; and the adapter folder without `base`, because it names its base
+    # one matrix has another rank, and the adapter folder is loaded alone, because it names its base
     pairs[first] = random_adapter(base, rank=2)[first]
-    by_hand = paradec.load(merged_by_hand(tmp_path / "hand", base, pairs, lambda name: 6 / (2 if name == first else 4)))
+    by_hand = paradec.load(write_merged(tmp_path / "hand", base, pairs, lambda name: 6 / (2 if name == first else 4)))
     fields = {"rank_pattern": {first: 2}, "base_model_name_or_path": str(GOLDEN / base)}
     assert same_weights(paradec.load(write(tmp_path / "ranks", base, pairs, **fields)), by_hand)
 
@@ -106,17 +106,17 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     base = "llada-tiny"
     adapter = write(tmp_path / "adapter", base)
     wide, half = (paradec.load(GOLDEN / base, dtype=dtype, adapter=adapter) for dtype in ("float64", "bfloat16"))
-    at = "model.layers.0.self_attn.q_proj.weight"
-    original = paradec.load(GOLDEN / base, dtype="bfloat16").module.state_dict()[at].double()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    original = paradec.load(GOLDEN / base, dtype="bfloat16").module.state_dict()[name].double()
     down, up = random_adapter(base)["model.transformer.blocks.0.q_proj"]
     expected = (original + 1.5 * (up.double() @ down.double())).bfloat16()
-    assert (half.module.state_dict()[at] == expected).double().mean() > 0.999
-    assert torch.allclose(wide.module.state_dict()[at], half.module.state_dict()[at].double(), atol=0.02)
+    assert (half.module.state_dict()[name] == expected).double().mean() > 0.999
+    assert torch.allclose(wide.module.state_dict()[name], half.module.state_dict()[name].double(), atol=0.02)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("base", BASES)
-def test_d2f_is_decoded_by_its_loop(base: str, tmp_path: Path) -> None:
+def test_d2f_decodes_like_its_plain_loop(base: str, tmp_path: Path) -> None:
     name = "D2F_Dream_Base_7B_Lora" if base == "dream-tiny" else "D2F_LLaDA_Instruct_8B_Lora"
     adapter = write(tmp_path / name, base, base_model_name_or_path=str(GOLDEN / base))
     model = paradec.load(adapter)
@@ -132,7 +132,7 @@ def test_d2f_is_decoded_by_its_loop(base: str, tmp_path: Path) -> None:
             assert commits(out, row) == plain_loop(model, prompt, 12, 0.5, 0.5)
 
 
-def test_merged_weights_in_blocks_without_a_name(tmp_path: Path) -> None:
+def test_saved_block_causal_models_keep_their_blocks(tmp_path: Path) -> None:
     adapter = write(tmp_path / "some-adapter", "dream-tiny")
     with pytest.raises(CheckpointError, match="topology='block_causal' needs a block length for .*block_length="):
         paradec.load(GOLDEN / "dream-tiny", topology="block_causal")
@@ -149,7 +149,7 @@ def test_merged_weights_in_blocks_without_a_name(tmp_path: Path) -> None:
     assert paradec.generate(shorter, ids, max_new_tokens=20).sequences.tolist() != before
 
 
-def test_adapters_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = GOLDEN / "llada-tiny"
     pairs = random_adapter("llada-tiny")
     name = next(iter(pairs))
@@ -213,7 +213,7 @@ def test_matrices_outside_target_modules_are_not_merged(fields: dict, merged: An
     pairs = random_adapter(base)
     some = {name: pair for name, pair in pairs.items() if merged(name)}
     assert 0 < len(some) < len(pairs)
-    by_hand = paradec.load(merged_by_hand(tmp_path / "hand", base, some, lambda name: 6 / 4))
+    by_hand = paradec.load(write_merged(tmp_path / "hand", base, some, lambda name: 6 / 4))
     with pytest.warns(UserWarning, match="does not name model.transformer.blocks.*: left out, as by peft"):
         ours = paradec.load(GOLDEN / base, adapter=write(tmp_path / "adapter", base, pairs, **fields))
     assert same_weights(ours, by_hand)

@@ -23,7 +23,7 @@ def causal() -> Model:
 
 
 @pytest.fixture(scope="module")
-def given() -> dict[str, Any]:
+def models() -> dict[str, Any]:
     from pipelines import dit_pipeline
 
     result: dict[str, Any] = {name: make() for name, make in FAMILIES.items()}
@@ -66,7 +66,7 @@ def assert_refused(call: Callable[[Any], Any], given: Any, kind: str | None, wor
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", samplers.names())
-def test_every_sampler_with_every_wrong_kind_of_model(given: dict[str, Any], name: str) -> None:
+def test_every_sampler_refuses_wrong_kinds_of_models(models: dict[str, Any], name: str) -> None:
     kind = samplers.get(name)
     assert kind.models and set(kind.models) <= set(MODELS)
     sampler = samplers.create(name, drafter=causal()) if name == "speculative" else samplers.create(name)
@@ -76,11 +76,11 @@ def test_every_sampler_with_every_wrong_kind_of_model(given: dict[str, Any], nam
     def begin(model: Any) -> Any:
         return sampler.start(model, prompt, **extra)
 
-    for entry, its in OURS.items():
-        if its not in kind.models:
-            assert_refused(begin, given[entry], its, "", *kind.models)
+    for entry, model_kind in OURS.items():
+        if model_kind not in kind.models:
+            assert_refused(begin, models[entry], model_kind, "", *kind.models)
     for entry, words in OTHERS.items():
-        assert_refused(begin, given[entry], None, words, *kind.models)
+        assert_refused(begin, models[entry], None, words, *kind.models)
 
 
 ENTRIES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
@@ -98,13 +98,13 @@ ENTRIES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_every_entry_point_with_every_wrong_kind_of_model(given: dict[str, Any], entry: str) -> None:
+def test_every_entry_point_refuses_wrong_kinds_of_models(models: dict[str, Any], entry: str) -> None:
     allowed, call = ENTRIES[entry]
     for name, kind in OURS.items():
         if kind not in allowed:
-            assert_refused(call, given[name], kind, "", *allowed)
+            assert_refused(call, models[name], kind, "", *allowed)
     for name, words in OTHERS.items():
-        assert_refused(call, given[name], None, words, *allowed)
+        assert_refused(call, models[name], None, words, *allowed)
 
 
 def raises() -> None:
@@ -116,16 +116,16 @@ WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "s
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in WITHOUT_EMBEDDINGS])
-def test_embeddings_and_hidden_states_of_image_models(given: dict[str, Any], name: str) -> None:
-    model = given[name]
+def test_embeddings_and_hidden_states_of_image_models(models: dict[str, Any], name: str) -> None:
+    model = models[name]
     embeddings = model.token_embeddings()
     assert embeddings.shape[0] == model.facts.vocab_size and embeddings.ndim == 2
     assert len(embeddings.detach().unique(dim=0)) == len(embeddings)
     if OURS[name] in ("image", "neighbour image"):
         captions = torch.randn(3, 16, dtype=torch.float64) if "captions" in name else [[1, 2, 3]]
-        side = 32 if name == "emu3" else None  # its own is longer than the small model takes
-        against = {"negative_prompt": [[1]]} if name == "emu3" else {}
-        request = model.request(1 if name in ("llamagen", "nar") else captions, model.grid(side, side), **against)
+        side = 32 if name == "emu3" else None  # Emu3's default grid is too long for the small model
+        negative = {"negative_prompt": [[1]]} if name == "emu3" else {}
+        request = model.request(1 if name in ("llamagen", "nar") else captions, model.grid(side, side), **negative)
         model, ids = request.model, torch.tensor(request.prompts.rows)
     else:
         ids = torch.tensor([[model.class_token(1), *range(16)]])

@@ -45,25 +45,25 @@ def heads(request: pytest.FixtureRequest) -> tuple[Model, MtpDrafter]:
     return loaded(PACKAGED / request.param / "model")
 
 
-class Calls(MtpDrafter):
+class RecordingDrafter(MtpDrafter):
     def __call__(self, query: Any, features: Tensor, store: Any, layer: int = 0) -> tuple[Tensor, Tensor]:
         result = super().__call__(query, features, store, layer)
         if not layer:
-            self.noted.append((query, features[0], []))
-        self.noted[-1][2].append(result[0][0, -1])
+            self.calls.append((query, features[0], []))
+        self.calls[-1][2].append(result[0][0, -1])
         return result
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recorded_calls(name: str) -> None:
+def test_calls_equal_the_recorded_ones(name: str) -> None:
     base, drafter = loaded(RECORDED / name / "model", torch.float32)
-    drafter.__class__ = Calls
+    drafter.__class__ = RecordingDrafter
     tensors = read_arrays(RECORDED / name / "cases.safetensors")
     layers = len(drafter.module.layers)
     sampler = paradec.samplers.Speculative(drafter=drafter, **({} if drafter.slots else {"window": layers + 1}))
     for number, case in enumerate(read_json(RECORDED / name / "cases.json")):
         with replay(f"{name}, case {number}"):
-            drafter.noted = []
+            drafter.calls = []
             new = len(case["sequence"]) - len(case["prompt"])
             out = paradec.generate(base, [case["prompt"]], sampler=sampler, max_new_tokens=new, temperature=0)
             assert out.new_tokens[0].tolist() == case["sequence"][-new:] and out.nfe == case["model_forwards"]
@@ -72,20 +72,20 @@ def test_recorded_calls(name: str) -> None:
                 for call in range(case["mtp_calls"])
                 if len(case["sequence"]) - int(tensors[f"{number}/{call}/position_ids"][-1]) > 2
             ]
-            assert len(drafter.noted) == len(rounds) == out.draft_nfe[0]
-            for key, (query, features, logits) in zip(rounds, drafter.noted, strict=True):
-                read = {part: tensors[f"{key}/{part}"] for part in ("input_ids", "position_ids", "hidden")}
+            assert len(drafter.calls) == len(rounds) == out.draft_nfe[0]
+            for key, (query, features, logits) in zip(rounds, drafter.calls, strict=True):
+                inputs = {part: tensors[f"{key}/{part}"] for part in ("input_ids", "position_ids", "hidden")}
                 query_inputs = {"input_ids": query.tokens[0], "position_ids": query.positions[0], "hidden": features}
-                shared = min(len(features), len(read["hidden"]))  # how many columns are read again is ours
-                for part, recorded in read.items():
+                shared = min(len(features), len(inputs["hidden"]))  # paradec may read other earlier columns
+                for part, recorded in inputs.items():
                     torch.testing.assert_close(query_inputs[part][-shared:], recorded[-shared:], rtol=0, atol=1e-4)
                 actual = torch.stack(logits)
                 torch.testing.assert_close(actual, tensors[f"{key}/logits"][: len(actual)], rtol=0, atol=1e-4)
                 assert actual.argmax(-1).tolist() == tensors[f"{key}/drafts"][: len(actual)].tolist()
 
 
-def by_hand(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
-    """Return the logits [n, V] of the drafts after `tokens`, from one call per layer without a store."""
+def draft_logits_without_store(drafter: MtpDrafter, tokens: list[int], drafts: Tensor) -> Tensor:
+    """Compute the logits [n, vocabulary] of the n drafts after `tokens`, with one call per layer."""
     module, ids = drafter.base.module, torch.tensor([[*tokens, *drafts.tolist()]])
     last: list[Tensor] = []
     handle = module.model.norm.register_forward_hook(lambda *given: last.append(given[-1]))
@@ -112,15 +112,15 @@ def repeat_layers(folder: Path, layers: int) -> Path:
     for name, tensor in list(weights.items()):
         if name.startswith("model.layers.4."):
             for layer in range(5, 3 + layers):
-                moved = tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view(tensor.shape)
-                weights[name.replace("layers.4.", f"layers.{layer}.")] = moved
+                permuted = tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view(tensor.shape)
+                weights[name.replace("layers.4.", f"layers.{layer}.")] = permuted
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": layers}))
     return folder
 
 
 @pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.further)])
-def test_cached_layers_equal_uncached_ones(layers: int, tmp_path: Path) -> None:
+def test_draft_distributions_over_a_store_equal_those_without(layers: int, tmp_path: Path) -> None:
     _, drafter = loaded(repeat_layers(tmp_path, layers))
     sampler = paradec.samplers.Speculative(drafter=drafter)
     state = sampler.start(drafter.base, PROMPTS, max_new_tokens=14, seed=3, temperature=0.7)
@@ -134,7 +134,7 @@ def test_cached_layers_equal_uncached_ones(layers: int, tmp_path: Path) -> None:
             drafts = state.memory["drafts"][row, :count]
             if count:
                 tokens = state.context[row, : state.committed[row]].tolist()
-                q = torch.softmax(by_hand(drafter, tokens, drafts) / 0.7, -1)
+                q = torch.softmax(draft_logits_without_store(drafter, tokens, drafts) / 0.7, -1)
                 torch.testing.assert_close(state.memory["draft_distribution"][row, :count], q, rtol=0, atol=1e-6)
     assert {0, 1} <= accepted
 
@@ -161,7 +161,7 @@ def test_answers_have_the_distribution_of_the_model(
     assert pair_p_value(heads[1], heads[0], rows, temperature=temperature) > 0.001
 
 
-def rewritten(folder: Path, name: Callable[[str], str | None], change: Any = None, config: Any = None) -> Path:
+def rewrite(folder: Path, name: Callable[[str], str | None], change: Any = None, config: Any = None) -> Path:
     source = PACKAGED / "mtp-1" / "model"
     weights = load_file(source / "model.safetensors")
     actual = {new: tensor for old, tensor in weights.items() if (new := name(old)) is not None}
@@ -174,16 +174,16 @@ def rewritten(folder: Path, name: Callable[[str], str | None], change: Any = Non
     return folder
 
 
-def under_mtp(name: str) -> str | None:
-    return in_layout(name, "mtp.", "mtp.layers.0.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
+def rename_under_mtp(name: str) -> str | None:
+    return to_layout(name, "mtp.", "mtp.layers.0.", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
 
 
-def in_a_list(name: str) -> str | None:
+def rename_in_list(name: str) -> str | None:
     parts = ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")
-    return in_layout(name, "model.mtp_layers.0.", "model.mtp_layers.0.", parts)
+    return to_layout(name, "model.mtp_layers.0.", "model.mtp_layers.0.", parts)
 
 
-def in_layout(name: str, outer: str, inner: str, parts: tuple[str, ...]) -> str | None:
+def to_layout(name: str, outer: str, inner: str, parts: tuple[str, ...]) -> str | None:
     result = name.removeprefix("model.layers.3.")
     if result == name:
         return name
@@ -194,7 +194,7 @@ def in_layout(name: str, outer: str, inner: str, parts: tuple[str, ...]) -> str 
     return f"{outer}{renamed[part]}.weight" if part in renamed else inner + result
 
 
-def swap(config: Any, weights: dict[str, Tensor]) -> None:
+def swap_projection_halves(config: Any, weights: dict[str, Tensor]) -> None:
     name = next(name for name in weights if name.endswith("input_proj.weight"))
     weights[name] = torch.cat(weights[name].chunk(2, 1)[::-1], 1)
 
@@ -203,18 +203,18 @@ def test_all_layouts_load_the_same_heads(tmp_path: Path) -> None:
     published = {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
     sizes = json.loads((PACKAGED / "mtp-1" / "model" / "config.json").read_text())
 
-    def of_speculators(config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-        swap(config, weights)
+    def to_speculators(config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        swap_projection_halves(config, weights)
         config.clear()
         config.update(published, transformer_layer_config=sizes)
         for name in [name for name in weights if "mtp_layers" not in name]:
             del weights[name]
 
     folders = {
-        "mtp": rewritten(tmp_path / "mtp", under_mtp),
-        "list": rewritten(tmp_path / "list", in_a_list, swap),
-        "speculators": rewritten(
-            tmp_path / "own", lambda name: (in_a_list(name) or "lm_head").removeprefix("model."), of_speculators
+        "mtp": rewrite(tmp_path / "mtp", rename_under_mtp),
+        "list": rewrite(tmp_path / "list", rename_in_list, swap_projection_halves),
+        "speculators": rewrite(
+            tmp_path / "own", lambda name: (rename_in_list(name) or "lm_head").removeprefix("model."), to_speculators
         ),
         "shards": tmp_path / "shards",
     }
@@ -258,16 +258,16 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_checkpoints(change: Any, message: str, tmp_path: Path, heads: tuple[Model, MtpDrafter]) -> None:
-    rewritten(tmp_path, lambda name: name, change)
+def test_wrong_files_are_refused(change: Any, message: str, tmp_path: Path, heads: tuple[Model, MtpDrafter]) -> None:
+    rewrite(tmp_path, lambda name: name, change)
     with pytest.raises(CheckpointError, match=message):
         paradec.load_drafter(tmp_path, base=heads[0], kind="mtp")
 
 
 def test_layers_beyond_the_config_are_refused(tmp_path: Path) -> None:
-    """Only layers that are heads are removed from the model; other layers must not disappear silently."""
-    rewritten(tmp_path / "a", lambda name: name, lambda config, weights: config.pop("num_nextn_predict_layers"))
-    plain_layer = rewritten(tmp_path / "b", lambda name: None if "layers.3.eh_proj" in name else name)
+    """Loading the model drops only layers that are MTP heads. Any other extra layer is an error."""
+    rewrite(tmp_path / "a", lambda name: name, lambda config, weights: config.pop("num_nextn_predict_layers"))
+    plain_layer = rewrite(tmp_path / "b", lambda name: None if "layers.3.eh_proj" in name else name)
     for folder in (tmp_path / "a", plain_layer):
         with pytest.raises(CheckpointError, match="unexpected weights: model.layers.3"):
             paradec.load(folder)

@@ -58,7 +58,7 @@ CUTS = [FixedBlocks(2), FixedBlocks(8), FixedBlocks(3), FixedBlocks(4, align="ab
 
 
 @pytest.mark.parametrize(("prediction", "blocks"), covering(KINDS, CUTS))
-def test_custom_block_lengths(prediction: str, blocks: Any) -> None:
+def test_caches_and_batches_with_custom_blocks(prediction: str, blocks: Any) -> None:
     model = from_prompt(2, prediction)
     plain, *others = (decode(model, blocks=blocks, cache=c, sampler="threshold") for c in ("none", "block", "dual"))
     for out in others:
@@ -77,7 +77,7 @@ def test_the_last_block_is_decoded_whole_and_cut() -> None:
         assert short.new_tokens[0].tolist() == long.new_tokens[0].tolist()[:new]
 
 
-def test_holes_begin_the_blocks() -> None:
+def test_blocks_begin_at_the_first_hole() -> None:
     model = from_prompt()
     row = [1, 2, MASK, 3, MASK, 5, 6, 7, MASK]
     outs = [decode(model, [row, [9, MASK]], max_new_tokens=2, cache=c) for c in ("none", "block")]
@@ -93,7 +93,7 @@ def test_holes_begin_the_blocks() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("prediction", KINDS)
-def test_guidance_and_drafts(prediction: str) -> None:
+def test_guidance_and_drafts_with_every_cache(prediction: str) -> None:
     model = from_prompt(2, prediction)
     guided = [decode(model, guidance_scale=1.7, cache=c, sampler="threshold") for c in ("none", "block", "dual")]
     for out in guided[1:]:
@@ -148,19 +148,19 @@ def test_callers_without_a_prompt_end_are_refused() -> None:
         ModelFacts(8, 0, topology="block_causal", block_length=2, block_align="left")
 
 
-def test_wrapping() -> None:
+def test_wrapped_modules_count_blocks_from_the_prompt() -> None:
     inner = tiny(2).module
-    told: dict[str, Any] = {"mask_token_id": MASK, "eos_token_id": END, "prediction": "same"}
-    told["topology"] = "block_causal"
-    wrapped = paradec.wrap(inner, **told, block_length=BLOCK, block_align="prompt")
+    facts: dict[str, Any] = {"mask_token_id": MASK, "eos_token_id": END, "prediction": "same"}
+    facts["topology"] = "block_causal"
+    wrapped = paradec.wrap(inner, **facts, block_length=BLOCK, block_align="prompt")
     assert decode(wrapped).sequences.tolist() == decode(from_prompt()).sequences.tolist()
-    absolute = paradec.wrap(inner, **told, block_length=BLOCK)
+    absolute = paradec.wrap(inner, **facts, block_length=BLOCK)
     assert decode(wrapped).sequences.tolist() != decode(absolute).sequences.tolist()
 
-    class Own(torch.nn.Module):
+    class Custom(torch.nn.Module):
         config = inner.config
 
         def forward(self, input_ids: Tensor) -> Tensor:
             return inner(input_ids).logits
 
-    refuses(lambda: paradec.wrap(Own(), **told, block_length=BLOCK, block_align="prompt"), "block_align='prompt'")
+    refuses(lambda: paradec.wrap(Custom(), **facts, block_length=BLOCK, block_align="prompt"), "block_align='prompt'")

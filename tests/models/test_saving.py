@@ -48,7 +48,7 @@ NEMOTRON = {
     "mask_token_id": 3, "vocab_size": len(FAMILY_WORDS),
 }  # fmt: skip
 WIDE = "mlp.gate.expert_bias"
-"""The weight that transformers keeps in float32 whatever the dtype of the others."""
+"""The one weight that transformers keeps in float32 when the model has another dtype."""
 NAMES_OF_MASKS = {
     "llada": "<|mdm_mask|>",
     "Dream": "<|mask|>",
@@ -60,8 +60,8 @@ NAMES_OF_MASKS = {
 def published_weights(model_type: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return config.json and float64 weights in the family's published format, with blocks of 4."""
     if model_type in MIXTURES:
-        fields_of_all = {"auto_map": {"AutoConfig": "code.Config"}, "torch_dtype": "float64", "model_type": model_type}
-        config = small_config(MIXTURES[model_type], **fields_of_all)
+        common_fields = {"auto_map": {"AutoConfig": "code.Config"}, "torch_dtype": "float64", "model_type": model_type}
+        config = small_config(MIXTURES[model_type], **common_fields)
         return config | fields, small_weights(MIXTURES[model_type], config | fields)
     if model_type == "nemotron_labs_diffusion":
         config = {name: value for name, value in SDAR.items() if name != "max_window_layers"} | NEMOTRON | fields
@@ -120,23 +120,23 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def state(folder: Path) -> dict[str, str]:
+def file_hashes(folder: Path) -> dict[str, str]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def plain_experts(module: Any) -> None:
+def use_plain_experts(module: Any) -> None:
     """Switch a module of transformers to experts that support float64; its default ones do not."""
     if getattr(module.config, "_experts_implementation", None) == "grouped_mm":
         module.set_experts_implementation("eager")
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def are_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
 
 
-def assert_equal(model: Model, other: Model) -> None:
-    for each in (model, other):  # where weights begin in a file, and so in memory, decides about the last bit
+def assert_models_equal(model: Model, other: Model) -> None:
+    for each in (model, other):  # a weight's alignment in memory follows its place in the file and changes the last bit
         for parameter in each.module.parameters():
             if parameter.device.type != "meta":
                 parameter.data = parameter.data.clone()
@@ -155,7 +155,7 @@ class Quantised(torch.Tensor):
     """A tensor subclass like torchao's quantised tensors."""
 
 
-def test_quantised_tensors_are_named(source: Path, tmp_path: Path) -> None:
+def test_quantised_tensors_are_refused(source: Path, tmp_path: Path) -> None:
     model = paradec.load(source)
     model.module.lm_head.weight = nn.Parameter(model.module.lm_head.weight.detach().as_subclass(Quantised))
     refuses(lambda: model.save_pretrained(tmp_path / "saved"), r"lm_head.weight is quantised \(Quantised\)")
@@ -168,16 +168,16 @@ def test_saved_models_equal_the_published_files(source: Path, tmp_path: Path, ma
     model = paradec.load(source)
     model.save_pretrained(tmp_path / "new" / "saved", max_shard_size=max_shard_size)
     saved = tmp_path / "new" / "saved"
-    assert same(weights_of(saved), load_file(source / "model.safetensors"))
+    assert are_equal(weights_of(saved), load_file(source / "model.safetensors"))
     assert read(saved) == read(source) and read(saved, "generation_config.json") == GENERATION
     assert (saved / "model.safetensors").exists() == (max_shard_size == "50GB")
     limit = {"50GB": 10**9, "1KB": 1000}.get(str(max_shard_size), max_shard_size)
     for file in saved.glob("*.safetensors"):
         assert sum(t.nbytes for t in load_file(file).values()) <= limit or len(load_file(file)) == 1
-        plain = safetensors.torch.save(load_file(file), metadata={"format": "pt"})  # transformers reads no others
+        plain = safetensors.torch.save(load_file(file), metadata={"format": "pt"})  # transformers needs this metadata
         assert file.read_bytes() == plain
     other = paradec.load(saved)
-    assert_equal(model, other)
+    assert_models_equal(model, other)
     assert (saved / "code.py").exists() and not list(saved.glob(".saving*"))
     for text in ["w1 w2 <|im_end|>", NAMES_OF_MASKS[read(source)["model_type"]]]:
         assert other.tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
@@ -193,8 +193,8 @@ def test_trained_weights_are_saved(source: Path, tmp_path: Path) -> None:
             weight.mul_(1.25)
     model.save_pretrained(tmp_path)
     original = load_file(source / "model.safetensors")
-    assert same(weights_of(tmp_path), {name: value * 1.25 for name, value in original.items()})
-    assert_equal(model, paradec.load(tmp_path))
+    assert are_equal(weights_of(tmp_path), {name: value * 1.25 for name, value in original.items()})
+    assert_models_equal(model, paradec.load(tmp_path))
 
 
 @pytest.mark.thinned
@@ -206,7 +206,7 @@ def test_the_dtype_is_kept(source: Path, tmp_path: Path, dtype: str) -> None:
     assert {str(value.dtype) for name, value in stored.items() if not name.endswith(WIDE)} == {f"torch.{dtype}"}
     assert read(tmp_path)["torch_dtype"] == dtype
     other = paradec.load(tmp_path)
-    assert_equal(model, other)
+    assert_models_equal(model, other)
     assert type(other.module.model.rotary_emb) is type(model.module.model.rotary_emb)
 
 
@@ -216,15 +216,15 @@ def test_tied_embeddings_are_stored_once(model_type: str, tmp_path: Path) -> Non
     source = write(tmp_path / "tied", model_type, **{field: True})
     model = paradec.load(source)
     model.save_pretrained(tmp_path / "saved")
-    assert same(weights_of(tmp_path / "saved"), weights_of(source))
+    assert are_equal(weights_of(tmp_path / "saved"), weights_of(source))
     other = paradec.load(tmp_path / "saved")
-    assert_equal(model, other)
+    assert_models_equal(model, other)
     assert other.module.get_output_embeddings().weight is other.module.get_input_embeddings().weight
-    # this format cannot store an untied output matrix
+    # the format with tied embeddings has no place for an output matrix
     model.module.get_output_embeddings().weight = nn.Parameter(model.token_embeddings().detach() * 2)
-    before = state(tmp_path / "saved")
+    before = file_hashes(tmp_path / "saved")
     refuses(lambda: model.save_pretrained(tmp_path / "saved"), "no longer fits the format.*unexpected weights:")
-    assert state(tmp_path / "saved") == before
+    assert file_hashes(tmp_path / "saved") == before
 
 
 def test_views_of_one_tensor_are_stored_separately(tmp_path: Path) -> None:
@@ -235,52 +235,52 @@ def test_views_of_one_tensor_are_stored_separately(tmp_path: Path) -> None:
     model.module.lm_head.weight = nn.Parameter(both[rows:])
     model.module.model.layers[0].mlp.up_proj.weight = model.module.model.layers[0].mlp.gate_proj.weight
     model.save_pretrained(tmp_path / "saved")
-    assert_equal(model, paradec.load(tmp_path / "saved"))
+    assert_models_equal(model, paradec.load(tmp_path / "saved"))
 
 
 @pytest.mark.thinned
-def test_arguments_of_load_are_kept(model_type: str, tmp_path: Path) -> None:
+def test_arguments_of_load_are_saved(model_type: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", model_type)
     block = {"block_length": 2} if FAMILIES[model_type].block_name is not None else {}
     model = paradec.load(source, mask_token_id=9, **block)
     model.save_pretrained(tmp_path / "saved")
     other = paradec.load(tmp_path / "saved")
     assert other.facts.mask_token_id == 9
-    assert_equal(model, other)
+    assert_models_equal(model, other)
 
 
-def test_a_block_size_taken_from_the_name_is_written(tmp_path: Path) -> None:
+def test_a_block_size_from_the_folder_name_is_saved(tmp_path: Path) -> None:
     paradec.load(write(tmp_path / "SDAR-8B-Chat-b16", "sdar", block_size=None)).save_pretrained(tmp_path / "mine")
     assert paradec.load(tmp_path / "mine").facts.block_length == 16
 
 
 @pytest.mark.thinned
-def test_without_a_tokenizer(model_type: str, tmp_path: Path) -> None:
+def test_models_without_a_tokenizer_are_saved_without_one(model_type: str, tmp_path: Path) -> None:
     source = write(tmp_path / "bare", model_type, tokenizer=False, mask_token_id=3)
     model = paradec.load(source)
     assert model.tokenizer is None
     model.save_pretrained(tmp_path / "saved")
     assert read(tmp_path / "saved") == read(source)
-    with_one = paradec.load(write(tmp_path / "whole", model_type))
-    with_one.save_pretrained(tmp_path / "saved")
+    with_tokenizer = paradec.load(write(tmp_path / "whole", model_type))
+    with_tokenizer.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "tokenizer.json").exists()
-    with_one.tokenizer, with_one.facts = None, replace(with_one.facts, tokenizer_size=None)
-    with_one.save_pretrained(tmp_path / "saved")
+    with_tokenizer.tokenizer, with_tokenizer.facts = None, replace(with_tokenizer.facts, tokenizer_size=None)
+    with_tokenizer.save_pretrained(tmp_path / "saved")
     other = paradec.load(tmp_path / "saved")
     assert other.tokenizer is None
-    assert sorted(other.facts.eos_token_ids) == sorted(with_one.facts.eos_token_ids)
-    with_one.facts = replace(with_one.facts, eos_token_ids=other.facts.eos_token_ids)  # their order may differ
-    assert_equal(with_one, other)
+    assert sorted(other.facts.eos_token_ids) == sorted(with_tokenizer.facts.eos_token_ids)
+    with_tokenizer.facts = replace(with_tokenizer.facts, eos_token_ids=other.facts.eos_token_ids)  # order may differ
+    assert_models_equal(with_tokenizer, other)
 
 
-def test_a_repository_of_the_hub(hub: Path) -> None:
+def test_models_from_the_hub_are_saved(hub: Path) -> None:
     snapshot = hub / "models--some--model" / "snapshots" / ("a" * 40)
     source = write(hub / "source", "llada")
     paradec.load(source).save_pretrained(snapshot, max_shard_size=3000)
     (hub / "models--some--model" / "refs").mkdir()
     (hub / "models--some--model" / "refs" / "main").write_text("a" * 40)
     paradec.load("some/model").save_pretrained(hub / "saved")
-    assert_equal(paradec.load(source), paradec.load(hub / "saved"))
+    assert_models_equal(paradec.load(source), paradec.load(hub / "saved"))
     assert read(hub / "saved")["auto_map"] == {"AutoConfig": "some/model--code.Config"}
     last = sorted(snapshot.glob("*.safetensors"))[-1]
     save_file({name: value.to(torch.int8) for name, value in load_file(last).items()}, last, {"format": "pt"})
@@ -290,7 +290,7 @@ def test_a_repository_of_the_hub(hub: Path) -> None:
 
 
 def test_modified_modules_are_refused(tmp_path: Path, sources: Callable[[str], Path]) -> None:
-    def refused(message: str, change: Callable[[Any], Any]) -> None:
+    def check_refused(message: str, change: Callable[[Any], Any]) -> None:
         model = paradec.load(sources("llada"))
         change(model.module)
         with pytest.raises(ValueError, match=f"llada no longer fits the format.*{message}") as error:
@@ -298,17 +298,17 @@ def test_modified_modules_are_refused(tmp_path: Path, sources: Callable[[str], P
         assert "\n" not in str(error.value)
         assert not (tmp_path / "never").exists()
 
-    def adapter(module: Any) -> None:
+    def add_adapter(module: Any) -> None:
         module.model.layers[0].mlp.up_proj.lora_A = nn.Linear(16, 2, bias=False)
 
-    def integers(module: Any) -> None:
+    def convert_to_integers(module: Any) -> None:
         weight = module.model.layers[0].mlp.up_proj.weight
         module.model.layers[0].mlp.up_proj.weight = nn.Parameter(weight.to(torch.int8), requires_grad=False)
 
-    refused("unexpected weights: model.layers.0.mlp.up_proj.lora_A.weight", adapter)
-    refused("blocks.0.up_proj.weight is int8", integers)
-    refused("mismatched weights: .*wte.weight", lambda module: module.resize_token_embeddings(40))
-    refused("2 layers|missing weights: model.layers.1", lambda module: module.model.layers.__delitem__(1))
+    check_refused("unexpected weights: model.layers.0.mlp.up_proj.lora_A.weight", add_adapter)
+    check_refused("blocks.0.up_proj.weight is int8", convert_to_integers)
+    check_refused("mismatched weights: .*wte.weight", lambda module: module.resize_token_embeddings(40))
+    check_refused("2 layers|missing weights: model.layers.1", lambda module: module.model.layers.__delitem__(1))
 
 
 def test_unsuitable_targets_are_refused(llada: Model, tmp_path: Path) -> None:
@@ -325,14 +325,14 @@ def test_unsuitable_targets_are_refused(llada: Model, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.5, "many", "5 parsecs", None, []])
-def test_shard_sizes(llada: Model, tmp_path: Path, size: Any) -> None:
+def test_invalid_shard_sizes_are_refused(llada: Model, tmp_path: Path, size: Any) -> None:
     with pytest.raises(ValueError, match="max_shard_size=") as error:
         llada.save_pretrained(tmp_path / "never", max_shard_size=size)
     assert "\n" not in str(error.value) and not (tmp_path / "never").exists()
 
 
 @pytest.mark.thinned
-def test_over_its_own_folder(model_type: str, tmp_path: Path) -> None:
+def test_saving_over_the_source_folder(model_type: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "source", model_type)
     (folder / "README.md").write_text("mine")
     original = weights_of(folder)
@@ -341,8 +341,8 @@ def test_over_its_own_folder(model_type: str, tmp_path: Path) -> None:
         model.save_pretrained(folder, max_shard_size=size)
         stored = sorted(folder.glob("*.safetensors"))
         assert len(stored) >= files and (files > 1) == (folder / "model.safetensors.index.json").exists()
-        assert same(weights_of(folder), original)
-        assert_equal(model, paradec.load(folder))
+        assert are_equal(weights_of(folder), original)
+        assert_models_equal(model, paradec.load(folder))
     assert (folder / "README.md").read_text() == "mine" and not list(folder.glob(".saving*"))
 
 
@@ -350,12 +350,12 @@ class Stopped(BaseException):
     """A BaseException, like KeyboardInterrupt."""
 
 
-def raise_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, for_good: bool = False) -> None:
+def raise_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, permanent: bool = False) -> None:
     real, calls = getattr(owner, name), [0]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        if calls[0] == at or (for_good and calls[0] > at):
+        if calls[0] == number or (permanent and calls[0] > number):
             raise Stopped
         return real(*args, **kwargs)
 
@@ -363,7 +363,7 @@ def raise_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: in
 
 
 @pytest.fixture
-def twice(tmp_path: Path, sources: Callable[[str], Path]) -> tuple[Model, Path]:
+def saved_and_changed(tmp_path: Path, sources: Callable[[str], Path]) -> tuple[Model, Path]:
     folder = tmp_path / "folder"
     model = paradec.load(sources("Dream"))
     model.save_pretrained(folder, max_shard_size=15000)
@@ -373,27 +373,27 @@ def twice(tmp_path: Path, sources: Callable[[str], Path]) -> tuple[Model, Path]:
     return model, folder
 
 
-def test_a_disk_that_is_full(twice: tuple[Model, Path], tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_files(saved_and_changed: tuple[Model, Path], tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
-    model, folder = twice
-    before, limits = state(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    model, folder = saved_and_changed
+    before, limits = file_hashes(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
     for target in (folder, tmp_path / "new"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # the limit cuts the write of a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # a larger file is cut off
         try:
             with pytest.raises(OSError):
                 model.save_pretrained(target, max_shard_size=15000)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert state(folder) == before and not (tmp_path / "new").exists()
+    assert file_hashes(folder) == before and not (tmp_path / "new").exists()
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("size", [15000, 9000])  # shards with the same names, and with others
-def test_an_interrupt_while_files_are_exchanged(
-    twice: tuple[Model, Path], monkeypatch: pytest.MonkeyPatch, size: int
+@pytest.mark.parametrize("size", [15000, 9000])  # 15000: the shards have the same names as before
+def test_an_interrupt_while_files_are_replaced_restores_the_old_ones(
+    saved_and_changed: tuple[Model, Path], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    model, folder = twice
-    before, entries = state(folder), sorted(path.name for path in folder.iterdir())
+    model, folder = saved_and_changed
+    before, entries = file_hashes(folder), sorted(path.name for path in folder.iterdir())
     at, done = 0, False
     while not done:
         at += 1
@@ -403,36 +403,36 @@ def test_an_interrupt_while_files_are_exchanged(
                 model.save_pretrained(folder, max_shard_size=size)
                 done = True
             except Stopped:
-                assert state(folder) == before and sorted(path.name for path in folder.iterdir()) == entries
+                assert file_hashes(folder) == before and sorted(path.name for path in folder.iterdir()) == entries
     assert at > 2 * len(list(folder.glob("*.safetensors"))) > 4
-    assert_equal(model, paradec.load(folder))
+    assert_models_equal(model, paradec.load(folder))
 
 
-def test_a_process_that_is_killed_while_files_are_exchanged(
-    twice: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_process_killed_while_files_are_replaced_loses_none(
+    saved_and_changed: tuple[Model, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process ends after any rename, without cleanup. No file is lost, and no mixture of files loads."""
-    model, folder = twice
-    old = {name: digest for name, digest in state(folder).items() if name.endswith((".safetensors", ".json"))}
+    """The process may end at any rename, without cleanup: no old file is lost, and no mixture of files loads."""
+    model, folder = saved_and_changed
+    old = {name: digest for name, digest in file_hashes(folder).items() if name.endswith((".safetensors", ".json"))}
     for index in range(1, 100):
         shutil.copytree(folder, tmp_path / str(index))
         with monkeypatch.context() as patch:
-            raise_at_call(patch, os, "replace", index, for_good=True)
+            raise_at_call(patch, os, "replace", index, permanent=True)
             try:
                 model.save_pretrained(tmp_path / str(index), max_shard_size=15000)
                 break
             except Stopped:
-                assert set(old.values()) <= set(state(tmp_path / str(index)).values())
+                assert set(old.values()) <= set(file_hashes(tmp_path / str(index)).values())
         if index > 1:
             refuses(partial(paradec.load, tmp_path / str(index)), "has no config.json", paradec.CheckpointError)
     assert index > 10
-    # the next save succeeds and keeps the draft that has the old files
+    # the next save succeeds, and the interrupted save's folder with the old files remains
     model.save_pretrained(tmp_path / str(index - 1), max_shard_size=15000)
-    assert_equal(model, paradec.load(tmp_path / str(index - 1)))
+    assert_models_equal(model, paradec.load(tmp_path / str(index - 1)))
     assert len(list((tmp_path / str(index - 1)).glob(".saving-*"))) == 1
 
 
-def test_threads_that_save_into_one_folder(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+def test_threads_can_save_into_one_folder(tmp_path: Path, sources: Callable[[str], Path]) -> None:
     models = [paradec.load(sources(name)) for name in ("llada", "Dream", "llada", "Dream")]
 
     def save(model: Model, size: int) -> None:
@@ -449,14 +449,14 @@ def test_threads_that_save_into_one_folder(tmp_path: Path, sources: Callable[[st
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_bare_module_loads_in_transformers_as_it_was(source: Path, tmp_path: Path, times: int) -> None:
+def test_modules_saved_by_transformers_load_in_transformers(source: Path, tmp_path: Path, times: int) -> None:
     model = paradec.load(source)
     model.module.save_pretrained(tmp_path)
     if times == 2:
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path)
     module, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()) and module.config._attn_implementation == "sdpa"
-    plain_experts(module)
+    use_plain_experts(module)
     expected = logits(model, IDS)
     assert torch.equal(module(input_ids=torch.tensor([IDS]), use_cache=False).logits[0], expected)
     facts = model.facts
@@ -473,12 +473,12 @@ def test_a_bare_module_loads_in_transformers_as_it_was(source: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal", "causal"])
-def test_wrapped_decoders(tmp_path: Path, topology: str) -> None:
+def test_saved_wrapped_decoders_load_in_transformers(tmp_path: Path, topology: str) -> None:
     model = tiny(2, topology)
     model.save_pretrained(tmp_path, max_shard_size=20000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     module = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    assert same(dict(module.state_dict()), dict(model.module.state_dict()))
+    assert are_equal(dict(module.state_dict()), dict(model.module.state_dict()))
     block = {"block_length": 4} if topology == "block_causal" else {}
     repeated = paradec.wrap(module, mask_token_id=MASK, eos_token_id=END, topology=topology, prediction="same", **block)
     assert repeated.facts == replace(model.facts, **{"delete_token_id": None, "split_token_id": None})
@@ -486,7 +486,7 @@ def test_wrapped_decoders(tmp_path: Path, topology: str) -> None:
         assert torch.equal(*[paradec.generate(each, [5, 6], max_new_tokens=8).new_tokens for each in (model, repeated)])
 
 
-def test_a_wrapped_encoder_with_its_tokenizer(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+def test_saved_wrapped_encoders_load_in_transformers(tmp_path: Path, sources: Callable[[str], Path]) -> None:
     tokenizer = paradec.load(sources("Dream")).tokenizer
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(**sizes, intermediate_size=16, initializer_range=0.4)
@@ -499,7 +499,7 @@ def test_a_wrapped_encoder_with_its_tokenizer(tmp_path: Path, sources: Callable[
     assert texts[0] == texts[1]
 
 
-class Own(nn.Module):
+class CustomModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.config = transformers.PreTrainedConfig(vocab_size=8)
@@ -509,8 +509,8 @@ class Own(nn.Module):
         return self.table(ids)
 
 
-def test_modules_of_unknown_formats(tmp_path: Path) -> None:
-    custom = paradec.wrap(Own(), mask_token_id=7, prediction="same", topology="bidirectional")
+def test_modules_of_unknown_formats_are_refused(tmp_path: Path) -> None:
+    custom = paradec.wrap(CustomModule(), mask_token_id=7, prediction="same", topology="bidirectional")
     for model in (custom, tiny_llamagen(), paradec.load("digits-maskgit"), paradec.load("digits-ar")):
         with pytest.raises(ValueError, match=f"{type(model.module).__name__} is not a causal.*format is unknown"):
             model.save_pretrained(tmp_path / "never")
@@ -519,33 +519,33 @@ def test_modules_of_unknown_formats(tmp_path: Path) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("tied", [True, False])
-def test_modules_that_are_partly_on_disk(model_type: str, tmp_path: Path, tied: bool) -> None:
+def test_saving_modules_that_are_partly_on_disk(model_type: str, tmp_path: Path, tied: bool) -> None:
     pytest.importorskip("accelerate")
     field = "weight_tying" if model_type == "llada" else "tie_word_embeddings"
     source = write(tmp_path / "source", model_type, **{field: tied})
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
     offload = {"offload_folder": str(tmp_path / "offload")}
-    model = paradec.load(source, device_map=places, **offload)
+    model = paradec.load(source, device_map=device_map, **offload)
     assert any(p.device.type == "meta" for p in model.module.parameters())
     model.save_pretrained(tmp_path / "saved", max_shard_size=3000)
-    assert same(weights_of(tmp_path / "saved"), weights_of(source))
-    assert_equal(paradec.load(source), paradec.load(tmp_path / "saved"))
-    before = state(source)
+    assert are_equal(weights_of(tmp_path / "saved"), weights_of(source))
+    assert_models_equal(paradec.load(source), paradec.load(tmp_path / "saved"))
+    before = file_hashes(source)
     (tmp_path / "link").symlink_to(source)
     for folder in (source, tmp_path / "link"):
         refuses(partial(model.save_pretrained, folder), "holds the weights that the model still reads from disk")
-    assert state(source) == before
+    assert file_hashes(source) == before
     model.module.save_pretrained(tmp_path / "bare")
-    wrapped = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bare", device_map=places, **offload)
-    plain_experts(wrapped)
+    wrapped = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bare", device_map=device_map, **offload)
+    use_plain_experts(wrapped)
     with pytest.raises(ValueError, match="holds the weights that the model still reads from disk"):
         paradec.wrap(wrapped, mask_token_id=3, prediction="same", topology="bidirectional").save_pretrained(
             tmp_path / "bare"
         )
     module, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bare", output_loading_info=True)
     assert not any(info.values())
-    plain_experts(module)
+    use_plain_experts(module)
     assert torch.equal(module(input_ids=torch.tensor([IDS])).logits[0], logits(paradec.load(source), IDS))
 
 
@@ -570,14 +570,14 @@ def test_rope_parameters_instead_of_rope_theta(source: Path, tmp_path: Path, nam
     assert not torch.equal(*expected.values())
 
 
-STATED = [
+INVALID_PARAMETERS = [
     ({"rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0}, "rope_parameters=.*'yarn'"),
     ({"rope_type": "default", "rope_theta": 10.0, "factor": 4.0}, "'factor'=4.0"),
     ({"rope_type": "default"}, "no 'rope_theta', nor 'rope_parameters' with one"),
     ([10.0], "rope_parameters=.* must be an object"),
     ({"rope_theta": "10"}, "rope_theta='10' must be a positive number"),
 ]
-SCALED = [
+INVALID_SCALINGS = [
     ({"type": "dynamic", "factor": 2.0}, "rope_scaling=.*'dynamic'.*depend on others"),
     ({"type": "longrope", "factor": 2.0}, "rope_type='longrope'.*stored"),
     ({"type": "spiral"}, "rope_type='spiral' is not known"),
@@ -586,28 +586,28 @@ SCALED = [
     ({"rope_type": "yarn", "type": "linear"}, "must name one rope_type"),
 ]
 YARN = {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}
-BOTH = [
+INVALID_ROPE_FIELDS = [
     ({"rope_parameters": {"rope_theta": 10.0}, "rope_theta": 20.0}, "two bases of the rotary angles"),
     ({"rope_parameters": YARN, "rope_scaling": {"factor": 2.0}}, "original_max_position_embeddings'"),
-    *(({"rope_parameters": angles}, message) for angles, message in STATED),
-    *(({"rope_theta": 10.0, "rope_scaling": scaling}, message) for scaling, message in SCALED),
+    *(({"rope_parameters": angles}, message) for angles, message in INVALID_PARAMETERS),
+    *(({"rope_theta": 10.0, "rope_scaling": scaling}, message) for scaling, message in INVALID_SCALINGS),
 ]
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("fields", "message"), BOTH)
-def test_ignored_rope_fields_are_refused(source: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("fields", "message"), INVALID_ROPE_FIELDS)
+def test_invalid_rope_fields_are_refused(source: Path, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     config = {name: value for name, value in read(source).items() if name not in ("rope_theta", "rope_scaling")}
     shutil.copytree(source, tmp_path / "copy")
     (tmp_path / "copy" / "config.json").write_text(json.dumps(config | fields))
     assert "\n" not in refuses(lambda: paradec.load(tmp_path / "copy"), message, paradec.CheckpointError)
 
 
-def test_a_pipeline_of_blocks(sources: Callable[[str], Path], tmp_path: Path) -> None:
+def test_models_of_diffusers_pipelines_are_saved(sources: Callable[[str], Path], tmp_path: Path) -> None:
     model = paradec.load(sources("sdar"))
     pipe = LLaDA2Pipeline(BlockCausalModule(model), BlockRefinementScheduler(block_length=4), model.tokenizer)
     pipe.save_pretrained(tmp_path)
-    with paradec.accelerate(pipe, cache="block"):  # hooks are no weights
+    with paradec.accelerate(pipe, cache="block"):  # the hooks must not be saved
         model.save_pretrained(tmp_path / "model")
     loaded = paradec.load(tmp_path / "model")
     repeated = LLaDA2Pipeline.from_pretrained(tmp_path, model=BlockCausalModule(loaded), tokenizer=loaded.tokenizer)

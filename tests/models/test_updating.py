@@ -20,7 +20,7 @@ from paradec.batching import Batch
 from paradec.models.adapter import Model
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
-GIVEN: dict[str, Any] = {"max_new_tokens": 8, "sampler": "low_confidence"}
+REQUEST: dict[str, Any] = {"max_new_tokens": 8, "sampler": "low_confidence"}
 
 
 def perturb(model: Model, share: float = 0.3) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def perturb(model: Model, share: float = 0.3) -> dict[str, Tensor]:
 
 
 def decode_tokens(model: Model, **more: Any) -> Tensor:
-    return paradec.generate(model, ROWS, **GIVEN, **more).sequences
+    return paradec.generate(model, ROWS, **REQUEST, **more).sequences
 
 
 @pytest.mark.thinned
@@ -41,29 +41,29 @@ def test_published_names_reload_the_files(name: str) -> None:
     folder = GOLDEN / "moe" / name if (GOLDEN / "moe" / name).exists() else GOLDEN / name
     model = copy.deepcopy(golden_moe(name)) if folder.parent.name == "moe" else paradec.load(folder, dtype="float32")
     before = decode_tokens(model)
-    own = {key: tensor.clone() for key, tensor in model.module.state_dict().items()}
+    original = {key: tensor.clone() for key, tensor in model.module.state_dict().items()}
     places = [parameter.data_ptr() for parameter in model.module.parameters()]
     assert model.update_weights(perturb(model, 0.05)) == 1
-    assert not torch.equal(model.module.state_dict()[next(iter(own))], own[next(iter(own))])
+    assert not torch.equal(model.module.state_dict()[next(iter(original))], original[next(iter(original))])
     files = {key: tensor for path in folder.glob("*.safetensors") for key, tensor in load_file(path).items()}
     published = {key: tensor for key, tensor in files.items() if key in model.published.names.values()}
     assert model.update_weights({key: tensor.double() for key, tensor in published.items()}) == 2
-    assert all(torch.equal(tensor, own[key]) for key, tensor in model.module.state_dict().items())
+    assert all(torch.equal(tensor, original[key]) for key, tensor in model.module.state_dict().items())
     assert torch.equal(decode_tokens(model), before)
     assert places == [parameter.data_ptr() for parameter in model.module.parameters()]
 
 
-def test_versions() -> None:
+def test_versions_count_updates() -> None:
     model = tiny(2)
-    first = paradec.generate(model, ROWS, rollout=True, **GIVEN).rollout
+    first = paradec.generate(model, ROWS, rollout=True, **REQUEST).rollout
     twin = paradec.wrap(model.module, mask_token_id=40, topology="bidirectional", prediction="same")
     assert (first.version, model.weights_version, twin.weights_version) == (0, 0, 0)
     optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
     paradec.replay(model, first).nansum().backward()
     optimizer.step()
-    assert model.weights_version == 1  # what an optimizer wrote in place
+    assert model.weights_version == 1  # the optimizer's step is an update
     assert twin.update_weights(perturb(model)) == model.weights_version == 2
-    second = paradec.generate(model, ROWS, rollout=True, **GIVEN).rollout
+    second = paradec.generate(model, ROWS, rollout=True, **REQUEST).rollout
     assert (first.version, second.version) == (0, 2) and second.exact
     assert (paradec.replay(model, first) - first.logp).nan_to_num().abs().max() > 0.01
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -78,32 +78,32 @@ def test_updates_during_a_request_are_reported() -> None:
         with torch.no_grad():
             model.module.lm_head.weight.mul_(1.01)
 
-    output = paradec.generate(model, ROWS, rollout=True, callback=step, **GIVEN).rollout
+    output = paradec.generate(model, ROWS, rollout=True, callback=step, **REQUEST).rollout
     assert output.approximation == "weights that changed while decoding" and output.version == 0
 
 
-@pytest.mark.parametrize("made", ["as ever", "in inference mode"])
-def test_prefixes_and_states_of_older_weights_are_refused(made: str) -> None:
-    with torch.inference_mode(made != "as ever"):
+@pytest.mark.parametrize("mode", ["normally", "in inference mode"])
+def test_prefixes_and_states_of_older_weights_are_refused(mode: str) -> None:
+    with torch.inference_mode(mode != "normally"):
         model = tiny(2, "block_causal")
-    assert model.module.lm_head.weight.is_inference() == (made != "as ever")
-    arguments: dict[str, Any] = {**GIVEN, "cache": "block"}
+    assert model.module.lm_head.weight.is_inference() == (mode != "normally")
+    arguments: dict[str, Any] = {**REQUEST, "cache": "block"}
     prefix = paradec.generate(model, [list(range(20))], keep_prefix=True, **arguments).prefix
     batch = Batch(model, batch_size=2, prefix_memory=2**20, **arguments)
 
-    def decoded() -> tuple[Any, int]:
+    def decode() -> tuple[Any, int]:
         ticket = batch.add(list(range(20)))
         while not ticket.done:
             batch.step()
         return ticket.output.sequences, batch.prefixes.hits
 
-    assert torch.equal(decoded()[0], decoded()[0]) and decoded()[1] == 2
+    assert torch.equal(decode()[0], decode()[0]) and decode()[1] == 2
     model.update_weights(perturb(model))
     refuses(
         lambda: paradec.generate(model, [list(range(20))], prefix=prefix, **arguments), "was kept before the weights"
     )
     fresh = paradec.generate(model, [list(range(20))], **arguments).sequences
-    repeated, hits = decoded()
+    repeated, hits = decode()
     assert torch.equal(repeated, fresh) and hits == 2
 
 
@@ -133,15 +133,15 @@ def test_updates_in_the_thread_of_a_request_are_refused() -> None:
         model.update_weights({})
 
     with pytest.raises(RuntimeError, match="a request of LlamaForCausalLM that runs in this thread"):
-        paradec.generate(model, ROWS, callback=update, **GIVEN)
-    assert model.update_weights({}) == 1  # it holds nothing
+        paradec.generate(model, ROWS, callback=update, **REQUEST)
+    assert model.update_weights({}) == 1  # the failed request has ended
 
 
 def test_updates_during_a_batch_are_refused() -> None:
     model = tiny(1)
-    outputs = paradec.generate_many(model, ROWS, batch_size=1, **GIVEN)
+    outputs = paradec.generate_many(model, ROWS, batch_size=1, **REQUEST)
     next(outputs)
-    batch = Batch(model, batch_size=2, **GIVEN)
+    batch = Batch(model, batch_size=2, **REQUEST)
     tickets = [batch.add(row) for row in ROWS]
     batch.step()
     refuses(lambda: model.update_weights({}), "rows of LlamaForCausalLM are being decoded in a batch", RuntimeError)
@@ -153,9 +153,8 @@ def test_updates_during_a_batch_are_refused() -> None:
 
 def test_threads_decode_with_one_version_or_the_other() -> None:
     model = tiny(2)
-    old, new = (
-        {name: tensor.clone() for name, tensor in of.items()} for of in (model.module.state_dict(), perturb(model))
-    )
+    states = model.module.state_dict(), perturb(model)
+    old, new = ({name: tensor.clone() for name, tensor in state.items()} for state in states)
     expected = []
     for weights in (new, old):
         model.update_weights(weights)
@@ -164,7 +163,7 @@ def test_threads_decode_with_one_version_or_the_other() -> None:
 
     def decode() -> None:
         while not over.is_set():
-            actual.append(paradec.generate(model, ROWS, rollout=True, **GIVEN))
+            actual.append(paradec.generate(model, ROWS, rollout=True, **REQUEST))
 
     threads = [threading.Thread(target=decode) for _ in range(2)]
     for thread in threads:
@@ -183,24 +182,24 @@ def test_threads_decode_with_one_version_or_the_other() -> None:
 
 def test_an_update_waits_while_nested_requests_continue() -> None:
     model, order = tiny(1), list[str]()
-    inside, asked = threading.Event(), threading.Event()
+    inside, requested = threading.Event(), threading.Event()
 
     def update() -> None:
         inside.wait()
-        asked.set()
+        requested.set()
         model.update_weights({})
         order.append("update")
 
     def nested(state: Any, commit: Any) -> None:
         if state.commits == 1:
             inside.set()
-            asked.wait()
+            requested.wait()
             time.sleep(0.05)  # the update is waiting now
             decode_tokens(model)
             order.append("nested")
 
     thread = threading.Thread(target=update)
     thread.start()
-    paradec.generate(model, ROWS, callback=nested, **GIVEN)
+    paradec.generate(model, ROWS, callback=nested, **REQUEST)
     thread.join(10)
     assert order == ["nested", "update"]

@@ -1,4 +1,4 @@
-"""DFlash 2 and DSpark: recorded drafts, q and states, both formats, answers, refusals."""
+"""DFlash 2 and DSpark drafters: recorded drafts, draft distributions q and hidden states; answers; wrong files."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def assert_close_to_recorded(actual: Tensor, recorded: Tensor, largest: float = 1.0) -> None:
-    """Compare with a tolerance for the reference's norms and angles in float32. largest: bound of the values."""
+    """Compare within 1e-5 * largest: the reference computes norms and angles in float32."""
     torch.testing.assert_close(actual.double(), recorded.double(), rtol=0, atol=1e-5 * largest)
 
 
@@ -52,8 +52,8 @@ def test_recorded_drafts_and_their_distributions(
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     walks: list[tuple[Any, Tensor]] = []
 
-    def walk(states: Tensor, *given: Any) -> Any:
-        walks.append((type(drafter).walk(drafter, states, *given), states))
+    def walk(states: Tensor, *arguments: Any) -> Any:
+        walks.append((type(drafter).walk(drafter, states, *arguments), states))
         return walks[-1][0]
 
     monkeypatch.setattr(drafter, "walk", walk)
@@ -65,7 +65,7 @@ def test_recorded_drafts_and_their_distributions(
             assert drafts.tolist() == case["drafts"], key
             assert_close_to_recorded(q, tensors[f"{key}/q"])
             walked, states = walks.pop()
-            # the recording of a drafter that skips the first row may include that row
+            # recordings may include the first row although the drafter skips it
             assert_close_to_recorded(states[0], tensors[f"{key}/hidden"][-states.shape[1] :])
             before = torch.cat((tensors["ids"][case["anchor"]][None], drafts))
             if f"{key}/candidates" in tensors:
@@ -111,13 +111,13 @@ def test_answers_have_the_distribution_of_the_model(name: str, rows: int, temper
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["dspark-speculators", "eagle3-speculators"])
-def test_only_tokens_outside_the_drafter_vocabulary_are_allowed(name: str, base: Model) -> None:
-    """The drafter's distribution may be empty. Answers still have the model's distribution."""
+def test_answers_when_only_tokens_outside_the_drafter_vocabulary_are_allowed(name: str, base: Model) -> None:
+    """Without any token that the drafter can propose, answers still have the model's distribution."""
     drafter = paradec.load_drafter(PACKAGED / name, base=base)
     vocabulary = set(drafter.tokens.tolist())
-    lacked = [token for token in range(64) if token not in vocabulary][:6]
-    assert pair_p_value(drafter, base, 1500, allowed_ids=lacked) > 0.001
-    assert pair_p_value(drafter, base, 1500, allowed_ids=sorted([*lacked[:4], *[*vocabulary][:2]])) > 0.001
+    missing = [token for token in range(64) if token not in vocabulary][:6]
+    assert pair_p_value(drafter, base, 1500, allowed_ids=missing) > 0.001
+    assert pair_p_value(drafter, base, 1500, allowed_ids=sorted([*missing[:4], *[*vocabulary][:2]])) > 0.001
 
 
 WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = [
@@ -141,13 +141,13 @@ WRONG: list[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Any], str]]
 
 
 @pytest.mark.parametrize(("name", "change", "message"), WRONG, ids=[message for *_, message in WRONG])
-def test_wrong_checkpoints(name: str, change: Any, message: str, tmp_path: Path, base: Model) -> None:
-    rewritten(name, tmp_path, change)
+def test_wrong_checkpoints_are_refused(name: str, change: Any, message: str, tmp_path: Path, base: Model) -> None:
+    rewrite_checkpoint(name, tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         paradec.load_drafter(tmp_path, base=base)
 
 
-def rewritten(name: str, folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> Path:
+def rewrite_checkpoint(name: str, folder: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> Path:
     source = PACKAGED / name
     config = json.loads((source / "config.json").read_text())
     weights = load_file(source / "model.safetensors")
@@ -157,25 +157,25 @@ def rewritten(name: str, folder: Path, change: Callable[[dict[str, Any], dict[st
     return folder
 
 
-SLIDES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
 
-def flat(stated: dict[str, Any], inner: dict[str, Any] | None = None) -> Callable[..., None]:
+def flat(fields: dict[str, Any], inner: dict[str, Any] | None = None) -> Callable[..., None]:
     def change(config: dict[str, Any], weights: Any) -> None:
         config.pop("is_causal", None)
-        config.update(SLIDES | stated)
+        config.update(SLIDING | fields)
         if inner:
             config["dflash_config"].update(inner)
 
     return change
 
 
-def nested(stated: dict[str, Any]) -> Callable[..., None]:
+def nested(fields: dict[str, Any]) -> Callable[..., None]:
     def change(config: dict[str, Any], weights: Any) -> None:
         config.pop("sliding_window_non_causal")
         config.pop("sample_from_anchor")
-        config["transformer_layer_config"].update(SLIDES)
-        config.update(stated)
+        config["transformer_layer_config"].update(SLIDING)
+        config.update(fields)
 
     return change
 
@@ -194,32 +194,32 @@ VARIANTS = [
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("name", "change", "causal", "anchored", "first"), VARIANTS)
+@pytest.mark.parametrize(("name", "change", "is_causal", "is_anchored", "first"), VARIANTS)
 def test_windows_causality_and_the_first_row(
-    name: str, change: Any, causal: bool, anchored: bool, first: int, tmp_path: Path, base: Model
+    name: str, change: Any, is_causal: bool, is_anchored: bool, first: int, tmp_path: Path, base: Model
 ) -> None:
-    """Missing fields have the defaults of the public code."""
-    drafter = paradec.load_drafter(rewritten(name, tmp_path, change), base=base)
+    """Missing fields have the public code's defaults. first: index of the first row that is a draft."""
+    drafter = paradec.load_drafter(rewrite_checkpoint(name, tmp_path, change), base=base)
     settings = drafter.settings
-    assert (settings.causal, settings.anchored, settings.first_draft) == (causal, anchored, first)
+    assert (settings.causal, settings.anchored, settings.first_draft) == (is_causal, is_anchored, first)
     assert drafter.slots == drafter.block_size + 1 - first
     seen = []
 
-    class Seeing(type(drafter)):  # type: ignore[misc]
+    class MaskChecking(type(drafter)):  # type: ignore[misc]
         def _masks(self, query: Any, store: Any, count: int) -> dict[str, Tensor]:
             masks = super()._masks(query, store, count)
             keys = store.visible(query)[1].expand(len(query.tokens), -1)
             full, near = masks["full_attention"][:, 0], masks["sliding_attention"][:, 0]
             for row, column, key in torch.cartesian_prod(*(torch.arange(n) for n in full.shape)).tolist():
-                own, anchor = (int(query.positions[row, count + at]) for at in (column, 0))
-                other = int(keys[row, key])
-                inside = anchor - other <= 3 if anchored else abs(own - other) < 3
-                expected = bool(full[row, column, key]) and inside and (own >= other or not causal)
+                position, anchor = (int(query.positions[row, count + index]) for index in (column, 0))
+                key_position = int(keys[row, key])
+                inside = anchor - key_position <= 3 if is_anchored else abs(position - key_position) < 3
+                expected = bool(full[row, column, key]) and inside and (position >= key_position or not is_causal)
                 assert bool(near[row, column, key]) == expected
                 seen.append((bool(full[row, column, key]), expected))
             return masks
 
-    drafter.__class__ = Seeing
+    drafter.__class__ = MaskChecking
     prompts = [[3, 1], [5, 9, 2, 40, 7]]
     sampler = paradec.samplers.create("speculative", drafter=drafter)
     expected = greedy(base.module, prompts, 6)

@@ -28,7 +28,7 @@ from paradec.models.images.emu3 import load_emu3
 from paradec.models.images.janus import load_janus
 from paradec.samplers.masked.rules.learn2pd_filter import FilterFacts, load_filter, save_filter
 
-TORCH = (
+UNSUPPORTED = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.complex64, torch.complex128,
 )  # fmt: skip
@@ -36,17 +36,17 @@ TORCH = (
 
 
 def recode(file: Path, name: str, dtype: torch.dtype) -> None:
-    later = file.stat().st_mtime_ns + 10**9  # `load_filter` reads a file of the same time once
+    later = file.stat().st_mtime_ns + 10**9  # `load_filter` caches by path and modification time
     if file.suffix == ".safetensors":
         weights = load_file(file)
-        save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"} | dtypes(file))
+        save_file(weights | {name: weights[name].to(dtype)}, file, {"format": "pt"} | metadata_of(file))
     else:
         weights = torch.load(file, weights_only=True)
         torch.save(weights | {name: weights[name].to(dtype)}, file)
     os.utime(file, ns=(later, later))
 
 
-def dtypes(file: Path) -> dict[str, str]:
+def metadata_of(file: Path) -> dict[str, str]:
     with safe_open(file, "pt") as opened:
         return opened.metadata() or {}
 
@@ -101,7 +101,7 @@ def learn2pd(folder: Path) -> Case:
 def transformers_format(make_model: Callable[[], Any], load: Callable[[Path], Any]) -> Callable[[Path], Case]:
     def make(folder: Path) -> Case:
         module = make_model().module
-        module.generation_config._from_model_config = False  # else it would be rebuilt from config.json
+        module.generation_config._from_model_config = False  # otherwise it would be rebuilt from config.json
         module.save_pretrained(folder)
         return (
             folder / "model.safetensors",
@@ -144,7 +144,7 @@ PICKLES: dict[str, Callable[[Path], Case]] = {
 }
 
 
-def refused(case: Case, message: str) -> None:
+def check_refused(case: Case, message: str) -> None:
     file, _, load = case
     with pytest.raises(ValueError, match=message) as error:
         load()
@@ -157,32 +157,32 @@ def refused(case: Case, message: str) -> None:
 def test_weights_of_other_dtypes_are_refused(loader: str, tmp_path: Path) -> None:
     case = file, name, load = (SAFETENSORS | PICKLES)[loader](tmp_path)
     load()  # unchanged files load
-    kept = file.read_bytes()
-    for dtype in TORCH[:-1] if file.suffix == ".safetensors" else TORCH:
+    data = file.read_bytes()
+    for dtype in UNSUPPORTED[:-1] if file.suffix == ".safetensors" else UNSUPPORTED:
         recode(file, name, dtype)
-        refused(case, f"{name} is {str(dtype).removeprefix('torch.')}")
-        file.write_bytes(kept)
+        check_refused(case, f"{name} is {str(dtype).removeprefix('torch.')}")
+        file.write_bytes(data)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("loader", SAFETENSORS)
-def test_a_missing_weight(loader: str, tmp_path: Path) -> None:
+def test_missing_weights_are_refused(loader: str, tmp_path: Path) -> None:
     case = file, name, _ = SAFETENSORS[loader](tmp_path)
     weights = load_file(file)
     save_file(
-        {other: value for other, value in weights.items() if other != name}, file, {"format": "pt"} | dtypes(file)
+        {other: value for other, value in weights.items() if other != name}, file, {"format": "pt"} | metadata_of(file)
     )
-    refused(case, "missing weights: |" + re.escape(name))
+    check_refused(case, "missing weights: |" + re.escape(name))
 
 
 def test_weights_that_nothing_reads_may_be_missing(tmp_path: Path) -> None:
     """An Anole needs no image encoder, and no codebook other than the VQ decoder's."""
     file, _, load = SAFETENSORS["chameleon"](tmp_path)
-    weights, own = load_file(file), "model.vqmodel."
+    weights, part = load_file(file), "model.vqmodel."
     expected = load().codebook()
-    save_file({k: v for k, v in weights.items() if not k.startswith(own) or ".quantize." in k}, file, {"format": "pt"})
+    save_file({k: v for k, v in weights.items() if not k.startswith(part) or ".quantize." in k}, file, {"format": "pt"})
     assert torch.equal(load().codebook().nan_to_num(), expected.nan_to_num())
-    save_file({name: value for name, value in weights.items() if not name.startswith(own)}, file, {"format": "pt"})
+    save_file({name: value for name, value in weights.items() if not name.startswith(part)}, file, {"format": "pt"})
     refuses(load, r"missing weights: model\.vqmodel\.quantize\.embedding\.weight$", paradec.CheckpointError)
     load_chameleon(tmp_path, layout=LAYOUTS["anole"], vq=tiny_vq(l2_norm=False, channel_mult=[1, 1, 1, 1]))
 
@@ -193,7 +193,7 @@ def test_integer_buffers_are_accepted(tmp_path: Path) -> None:
     assert counts and all(name.endswith("num_batches_tracked") for name in counts)
 
 
-def fp8(folder: Path, config: dict[str, Any], **quantisation: Any) -> tuple[Path, Path]:
+def write_fp8(folder: Path, config: dict[str, Any], **quantisation: Any) -> tuple[Path, Path]:
     weights = {name: value.bfloat16() for name, value in random_weights(config).items()}
     stored, plain = dict(weights), dict(weights)
     for name, value in weights.items():
@@ -203,21 +203,21 @@ def fp8(folder: Path, config: dict[str, Any], **quantisation: Any) -> tuple[Path
             stored[name] = (value.float() / wide).to(torch.float8_e4m3fn)
             stored[f"{name}_scale_inv"] = scale
             plain[name] = (stored[name].float() * wide).bfloat16()
-    said = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic", "dequantize": True}
-    how = config | {"quantization_config": said | quantisation}
-    return write_checkpoint(folder / "fp8", how, stored), write_checkpoint(folder / "plain", config, plain)
+    fields = {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic", "dequantize": True}
+    quantised = config | {"quantization_config": fields | quantisation}
+    return write_checkpoint(folder / "fp8", quantised, stored), write_checkpoint(folder / "plain", config, plain)
 
 
 @pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
 def test_fp8_checkpoints_load_through_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     pytest.importorskip("accelerate")
-    quantised, plain = fp8(tmp_path, config)
+    quantised, plain = write_fp8(tmp_path, config)
     model, expected = paradec.load(quantised), paradec.load(plain)
     assert torch.equal(logits(model, IDS), logits(expected, IDS))
     model.save_pretrained(tmp_path / "saved")  # as unquantised weights
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     assert torch.equal(logits(paradec.load(tmp_path / "saved"), IDS), logits(expected, IDS))
-    said = json.loads((quantised / "config.json").read_text())
-    del said["quantization_config"]
-    (quantised / "config.json").write_text(json.dumps(said))
+    config = json.loads((quantised / "config.json").read_text())
+    del config["quantization_config"]
+    (quantised / "config.json").write_text(json.dumps(config))
     refuses(lambda: paradec.load(quantised), "is float8_e4m3fn", paradec.CheckpointError)

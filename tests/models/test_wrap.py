@@ -33,10 +33,10 @@ from paradec.models.adapter import Model
 from paradec.models.cache_argument import cache_argument, cache_keyword
 
 
-def call(model: Model, ids: Tensor, expected: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+def call(model: Model, ids: Tensor, wanted: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
     rows, length = ids.shape
     positions = torch.arange(length).expand(rows, length)
-    query = Query(rows=torch.arange(rows).numpy(), tokens=ids, positions=positions, wanted=expected, valid=valid)
+    query = Query(rows=torch.arange(rows).numpy(), tokens=ids, positions=positions, wanted=wanted, valid=valid)
     with torch.inference_mode():
         return model(query)
 
@@ -71,10 +71,10 @@ def test_topologies_set_the_attention_of_decoders(name: str, topology: str, attn
 
 @pytest.mark.parametrize("kind", ["llada", "Llama bidirectional", "Qwen2 block_causal"])
 def test_padding_columns_see_themselves(kind: str) -> None:
-    """A column that may see only padding sees itself, because a softmax over nothing is undefined."""
-    model, seen, pairs = wrap_kind(kind), [], torch.arange(6) // 2
-    sees = {"valid": torch.arange(6) < torch.tensor([[6], [4]]), "visible": (pairs[:, None] == pairs).expand(2, -1, -1)}
-    query = Query(np.arange(2), random_ids(2, 6), torch.arange(6).expand(2, 6), **sees)
+    """A position that may see only padding attends to itself: a softmax over no keys is undefined."""
+    model, seen, pair = wrap_kind(kind), [], torch.arange(6) // 2
+    masks = {"valid": torch.arange(6) < torch.tensor([[6], [4]]), "visible": (pair[:, None] == pair).expand(2, -1, -1)}
+    query = Query(np.arange(2), random_ids(2, 6), torch.arange(6).expand(2, 6), **masks)
     hook = model.module.register_forward_pre_hook(
         lambda *call: seen.append(call[2]["attention_mask"]), with_kwargs=True
     )
@@ -90,7 +90,7 @@ def test_the_output_matrix_runs_on_wanted_positions_only(kind: str) -> None:
     head = model.module.head if kind == "Opaque" else model.module.get_output_embeddings()
     seen: list[int] = []
     head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:-1].numel()))
-    some = call(model, ids, expected=wanted)
+    some = call(model, ids, wanted)
     everything = call(model, ids)
     expected = everything.gather(1, wanted.unsqueeze(-1).expand(-1, -1, everything.shape[-1]))
     torch.testing.assert_close(some, expected, rtol=0, atol=1e-12)
@@ -105,8 +105,8 @@ def test_heads_that_bypass_the_base_model() -> None:
     torch.manual_seed(0)
     module = transformers.OPTForCausalLM(config).double()
     model = paradec.wrap(module, prediction="shifted", topology="bidirectional", **WRAP_IDS)
-    expected = torch.tensor([[1, 2]])
-    torch.testing.assert_close(call(model, random_ids(1, 6), expected), call(model, random_ids(1, 6))[:, 1:3])
+    wanted = torch.tensor([[1, 2]])
+    torch.testing.assert_close(call(model, random_ids(1, 6), wanted), call(model, random_ids(1, 6))[:, 1:3])
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +135,13 @@ def wrapped_remote(remote: Any) -> Model:
 def test_remote_code_returns_the_loader_logits(wrapped_remote: Model, remote: Any) -> None:
     assert wrapped_remote.kind == "opaque"
     assert not wrapped_remote.supports_store
-    assert wrapped_remote.facts.max_length == 512  # LLaDA's name for it is max_sequence_length
+    assert wrapped_remote.facts.max_length == 512  # max_sequence_length in LLaDA's config
     ids = random_ids(2, 9)
     loaded = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
     torch.testing.assert_close(call(wrapped_remote, ids), call(loaded, ids), rtol=0, atol=1e-5)
-    expected = torch.tensor([[1, 8], [0, 3]])
-    some = call(wrapped_remote, ids, expected)
-    assert torch.equal(some, torch.stack([call(wrapped_remote, ids)[row, expected[row]] for row in (0, 1)]))
+    wanted = torch.tensor([[1, 8], [0, 3]])
+    some = call(wrapped_remote, ids, wanted)
+    assert torch.equal(some, torch.stack([call(wrapped_remote, ids)[row, wanted[row]] for row in (0, 1)]))
 
 
 @pytest.mark.thinned
@@ -171,7 +171,7 @@ def test_remote_code_decodes_like_the_loaded_checkpoint(
         (lambda ids: torch.zeros(ids.shape[0], 10), r"returned logits of shape \(1, 10\)"),
     ],
 )
-def test_a_module_that_returns_something_else(output: Any, message: str) -> None:
+def test_wrong_outputs_of_modules_are_refused(output: Any, message: str) -> None:
     class Odd(nn.Module):
         config = SimpleNamespace(vocab_size=10)
 
@@ -205,8 +205,8 @@ def test_padded_batches_equal_rows_alone(kind: str, side: str) -> None:
         assert batch.new_tokens[row].tolist() == alone.new_tokens[0].tolist()
         assert batch.row_nfe[row] == alone.row_nfe[0]
         ours, theirs = (
-            [entry[1:] for step in out.trace.steps for entry in step.commits if entry[0] == expected]
-            for out, expected in ((batch, row), (alone, 0))
+            [entry[1:] for step in out.trace.steps for entry in step.commits if entry[0] == row_id]
+            for out, row_id in ((batch, row), (alone, 0))
         )
         assert [entry[:2] for entry in ours] == [entry[:2] for entry in theirs]
         confidences = ([entry[2] for entry in entries] for entries in (ours, theirs))
@@ -215,7 +215,7 @@ def test_padded_batches_equal_rows_alone(kind: str, side: str) -> None:
 
 def test_roberta_positions_start_after_the_padding_id() -> None:
     model = wrap_kind("Roberta")
-    assert model.facts.max_length == 46  # two of the table's 48 rows are no positions
+    assert model.facts.max_length == 46  # two of the 48 position embeddings are never used
     assert paradec.generate(model, [[8, 9, 10]], max_new_tokens=43, sampler="threshold").new_tokens.shape == (1, 43)
     refuses(lambda: paradec.generate(model, [[8, 9, 10]], max_new_tokens=44), r"= 47 is longer than RobertaForMaskedLM")
     assert wrap_kind("Bert").facts.max_length == 48
@@ -246,7 +246,7 @@ def test_unwrap_leaves_the_module_as_it_was(make: Any, facts: dict[str, Any]) ->
     attention = getattr(module.config, "_attn_implementation", None)
     model = paradec.wrap(module.train(), **facts, **WRAP_IDS)
     assert not any(part.training for part in module.modules())
-    call(model, ids, expected=torch.tensor([[1], [2]]))
+    call(model, ids, wanted=torch.tensor([[1], [2]]))
     if facts.get("topology") != "causal":
         paradec.generate(model, ROWS, max_new_tokens=4)
     assert model.unwrap() is module
@@ -320,7 +320,7 @@ def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> No
         attention.IMPLEMENTATIONS[name](nn.Module(), q, q, q, None, **{extra: torch.ones(1)})
     with pytest.raises(ValueError, match="sliding_window=2 is shorter than the 3 positions"):
         attention.IMPLEMENTATIONS[name](nn.Module(), q, q, q, None, sliding_window=2)
-    # a mask that hides nothing is accepted
+    # a window as long as the input hides nothing
     q = torch.randn(1, 2, 3, 4, dtype=torch.float64)
     module = nn.Module()
     full, wide = (attention.IMPLEMENTATIONS[name](module, q, q, q, None, sliding_window=size)[0] for size in (None, 3))
@@ -328,25 +328,25 @@ def test_attention_refuses_what_it_does_not_compute(name: str, extra: str) -> No
 
 
 def test_the_cache_keyword_matches_the_module() -> None:
-    """transformers 5.24 renamed the keyword. Custom classes may have the old name or **kwargs."""
+    """transformers 5.24 renamed past_key_values to cache. Custom classes may have either name or **kwargs."""
 
-    class New(nn.Module):
+    class NewName(nn.Module):
         def forward(self, input_ids: Tensor, cache: Any = None) -> Any:
             return cache
 
-    class Old(New):
+    class OldName(NewName):
         def forward(self, input_ids: Tensor, past_key_values: Any = None) -> Any:
             return past_key_values
 
-    class PassingOn(New):
+    class Forwarding(NewName):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
-    class Without(nn.Module):
+    class Uncached(nn.Module):
         def forward(self, input_ids: Tensor) -> None:
             return None
 
-    for module in (New(), Old(), PassingOn()):
+    for module in (NewName(), OldName(), Forwarding()):
         assert module(torch.tensor([1]), **cache_keyword(module, "it")) == "it"
-    assert cache_argument(Without()) is None
+    assert cache_argument(Uncached()) is None
     assert cache_argument(decoder()) in type(decoder()).forward.__annotations__

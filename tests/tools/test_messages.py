@@ -95,11 +95,11 @@ def model() -> Model:
     return tiny(1)
 
 
-def judge(pair: Any = ([3, 17], [5, 21]), of: Callable[[], Any] = model, **arguments: Any) -> Callable[[], Any]:
+def score(pair: Any = ([3, 17], [5, 21]), of: Callable[[], Any] = model, **arguments: Any) -> Callable[[], Any]:
     return lambda: log_likelihoods(of(), [pair], **arguments)
 
 
-def answering(**arguments: Any) -> Callable[[], Any]:
+def harness(**arguments: Any) -> Callable[[], Any]:
     return lambda: HarnessModel(packaged(), **arguments)
 
 
@@ -119,18 +119,18 @@ CALLS: list[tuple[Any, ...]] = [
     (partial(to_questions, b"ab"), "prompts="), (partial(to_questions, 3), "prompts="),
     (partial(to_questions, [1.5]), "prompt 0"),
     (partial(to_questions, ["a", "b"], ["x"]), "answers", "1 entries for 2"),
-    (judge(method="exact"), "method='exact'"), (judge(method="loop"), "method"), (judge(order="any"), "order"),
-    (judge(samples=0), "samples=0"), (judge(samples=24, stratum=16), "samples=24", "stratum=16"),
-    (judge(guidance_scale=-1), "guidance_scale"), (judge(batch_size=0), "batch_size=0"), (judge(seed=-1), "seed=-1"),
-    (judge(([], [5]), lambda: tiny(1, prediction="shifted")), "context 0"),
-    (judge(([], [5]), lambda: wrap_kind("Llama causal")), "context 0"), (judge(([5], [])), "continuation 0"),
-    (judge(([5], [MASK])), "mask id"), (judge(([5], [99])), "vocabulary"), (judge(([1] * 600, [5])), "longer"),
-    (judge(([5], [6]), lambda: wrap_kind("Llama causal"), method="chain"), "method='chain'"),
-    (judge(of=decoder), "log_likelihoods"), (answering(batch_size="auto"), "batch_size='auto'"),
-    (answering(likelihood="exact"), "method='exact'"), (answering(mc_num=24), "samples=24"),
-    (answering(dtype="float32"), "dtype='float32'"), (answering(seed=-1), "seed=-1"),
-    (answering(num_return_sequences=2), "num_return_sequences=2"), (answering(tresh=1), "tresh"),
-    (answering(choices="best"), "choices: 'best'"), (lambda: HarnessModel(wrap_kind("Bert")), "tokenizer"),
+    (score(method="exact"), "method='exact'"), (score(method="loop"), "method"), (score(order="any"), "order"),
+    (score(samples=0), "samples=0"), (score(samples=24, stratum=16), "samples=24", "stratum=16"),
+    (score(guidance_scale=-1), "guidance_scale"), (score(batch_size=0), "batch_size=0"), (score(seed=-1), "seed=-1"),
+    (score(([], [5]), lambda: tiny(1, prediction="shifted")), "context 0"),
+    (score(([], [5]), lambda: wrap_kind("Llama causal")), "context 0"), (score(([5], [])), "continuation 0"),
+    (score(([5], [MASK])), "mask id"), (score(([5], [99])), "vocabulary"), (score(([1] * 600, [5])), "longer"),
+    (score(([5], [6]), lambda: wrap_kind("Llama causal"), method="chain"), "method='chain'"),
+    (score(of=decoder), "log_likelihoods"), (harness(batch_size="auto"), "batch_size='auto'"),
+    (harness(likelihood="exact"), "method='exact'"), (harness(mc_num=24), "samples=24"),
+    (harness(dtype="float32"), "dtype='float32'"), (harness(seed=-1), "seed=-1"),
+    (harness(num_return_sequences=2), "num_return_sequences=2"), (harness(tresh=1), "tresh"),
+    (harness(choices="best"), "choices: 'best'"), (lambda: HarnessModel(wrap_kind("Bert")), "tokenizer"),
     (lambda: HarnessModel("digits-ar"), "language model"), (tune(objective="speed"), "objective: 'speed'"),
     (tune(eta=1), "eta=1"), (tune(tolerance=101), "tolerance=101"),
     (tune(samplers=["thresold"]), "'thresold'", "'threshold'"), (tune(samplers=["sjd"]), "'sjd'", "'draft_verify'"),

@@ -37,34 +37,34 @@ def case(name: str) -> tuple[dict[str, np.ndarray], PreviewGrid, ImageRequest]:
     return arrays, grid, model().lay_out(rows, [[tuple(size) for size in facts["sources"]]] * len(rows), grid)
 
 
-def call(laid: ImageRequest, row: int, tokens: list[int]) -> Tensor:
-    """Logits [L, V] of one row by itself."""
+def logits_of(image: ImageRequest, row: int, tokens: list[int]) -> Tensor:
+    """Return the logits [L, V] of one row, evaluated alone."""
     ids = torch.tensor([tokens])
     positions = torch.arange(len(tokens))[None]
     query = Query(rows=np.array([row]), tokens=ids, positions=positions, forwarded=np.array([len(tokens)]))
-    return laid.model(query)[0]
+    return image.model(query)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
-def test_glm_image_replays_positions_and_forwards(name: str) -> None:
-    arrays, grid, laid = case(name)
+def test_positions_and_forwards_equal_the_recorded_ones(name: str) -> None:
+    arrays, grid, image = case(name)
     facts, codes = CASES[name], arrays["laws"].shape[-1]
     assert grid.length == facts["tokens"]
-    assert facts["prompt_lengths"] == [len(prompt) for prompt in laid.prompts.rows]
-    assert facts["batch"] == len(laid.prompts.rows)
+    assert facts["prompt_lengths"] == [len(prompt) for prompt in image.prompts.rows]
+    assert facts["batch"] == len(image.prompts.rows)
     unrestricted = arrays["greedy_unrestricted"]
     assert facts["non_codes_unrestricted"] == (unrestricted >= codes).sum()
     assert facts["distinct_greedy"] == len(np.unique(arrays["greedy"]))
-    for row, prompt in enumerate(laid.prompts.rows):
+    for row, prompt in enumerate(image.prompts.rows):
         first = len(arrays["input_ids"][row]) - len(prompt)
         expected = np.concatenate((arrays["prompt_positions"][:, row, first:], arrays["decode_positions"][:, row]), 1)
-        # the position after the last raster is the end token's, which is never evaluated
-        assert np.array_equal(laid.model._token_positions[row, : len(prompt) + grid.length].T, expected[:, :-1])
-        logits = call(laid, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
+        # the last recorded position is the end token's, which paradec does not evaluate
+        assert np.array_equal(image.model._token_positions[row, : len(prompt) + grid.length].T, expected[:, :-1])
+        logits = logits_of(image, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
-        if len(unrestricted[row]) == grid.length:  # the unrestricted run did not stop early
-            actual = call(laid, row, [*prompt, *unrestricted[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
+        if len(unrestricted[row]) == grid.length:  # the run without restrictions did not stop early
+            actual = logits_of(image, row, [*prompt, *unrestricted[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
             assert np.array_equal(actual, unrestricted[row])
 
 
@@ -72,11 +72,11 @@ def test_glm_image_replays_positions_and_forwards(name: str) -> None:
 @pytest.mark.parametrize("sampler", ("sjd(window=1)", "sjd", "scd", "gsd", "jacobi", "zipar(window=99)"))
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
-def test_glm_image_replays_greedy(name: str, sampler: str) -> None:
-    arrays, grid, laid = case(name)
+def test_greedy_tokens_equal_the_recorded_ones(name: str, sampler: str) -> None:
+    arrays, grid, image = case(name)
     method = paradec.samplers.create(sampler)
-    state = model().begin(method, laid, grid, paradec.Request(sampler=method, temperature=0))
-    paradec.decode(method, laid.model, state)
+    state = model().begin(method, image, grid, paradec.Request(sampler=method, temperature=0))
+    paradec.decode(method, image.model, state)
     reading = model().read(state, grid)
     assert np.array_equal(reading.tokens.numpy(), arrays["greedy"])
     assert np.array_equal(grid.prior_token_ids(reading.tokens).numpy(), arrays["prior_greedy"])
@@ -85,13 +85,13 @@ def test_glm_image_replays_greedy(name: str, sampler: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
-def test_glm_image_replays_draws(name: str) -> None:
-    arrays, grid, laid = case(name)
+def test_distributions_and_draws_equal_the_recorded_ones(name: str) -> None:
+    arrays, grid, image = case(name)
     method = paradec.samplers.create("sjd")
     request = paradec.Request(sampler=method, **model().defaults)
-    state = model().begin(method, laid, grid, request)
-    for row, prompt in enumerate(laid.prompts.rows):
-        logits = call(laid, row, [*prompt, *arrays["sampled"][row].tolist()])[None, len(prompt) - 1 : -1]
+    state = model().begin(method, image, grid, request)
+    for row, prompt in enumerate(image.prompts.rows):
+        logits = logits_of(image, row, [*prompt, *arrays["sampled"][row].tolist()])[None, len(prompt) - 1 : -1]
         positions = torch.arange(len(prompt), len(prompt) + grid.length)[None]
         actual = state.distribution(logits, np.array([row]), positions)[0].numpy()
         codes = arrays["laws"].shape[-1]
@@ -106,7 +106,7 @@ def small_previews(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(glm_image, "PREVIEW", 4)
 
 
-def test_sizes_in_turn_do_not_depend_on_state_of_the_module(small_previews: None) -> None:
+def test_the_module_s_cached_positions_do_not_change_images(small_previews: None) -> None:
     glm, sizes = model(), [(128, 96), (64, 32)]
     prompts = [[100, 101, 102, 64], [103, 64]]
     alone = [paradec.generate_images(glm, prompts, height=h, width=w, seed=3, output_type="latent") for h, w in sizes]
@@ -132,7 +132,7 @@ def test_batches_of_several_sizes_equal_single_sizes(small_previews: None) -> No
     assert "height=33" in str(wrong[0].error)
 
 
-def test_rows_that_start_and_end_independently(small_previews: None) -> None:
+def test_refilled_batches_equal_single_rows(small_previews: None) -> None:
     prompts, request = [[100, 101, 102, 64], [103, 64]], {"height": 64, "width": 32, "output_type": "latent"}
     request |= {"temperature": 0, "sampler": "scd"}
     alone = [paradec.generate_images(model(), prompt, **request).tokens[0] for prompt in prompts]
@@ -142,13 +142,13 @@ def test_rows_that_start_and_end_independently(small_previews: None) -> None:
         assert torch.equal(actual.tokens[0], alone[actual.index % 2])
 
 
-def test_previews_match_the_processor() -> None:
+def test_preview_sizes_equal_the_processor_s() -> None:
     for height, width, small in ((1024, 1024, (16, 16)), (1152, 768, (19, 13)), (32, 96, (9, 27)), (320, 32, (50, 5))):
         assert model().grid(height, width).preview == small
     assert model().grid().height == 36 and model().grid().width == 24
 
 
-def test_glm_image_loads(tmp_path: Any) -> None:
+def test_models_and_pipelines_load(tmp_path: Any) -> None:
     assert isinstance(paradec.load(RECORDED / "model"), GlmImageModel)
     (tmp_path / "vision_language_encoder").symlink_to(RECORDED / "model", target_is_directory=True)
     (tmp_path / "model_index.json").write_text('{"_class_name": "GlmImagePipeline"}')
@@ -161,40 +161,40 @@ GRID = PreviewGrid(3, 4, range(64), preview=(2, 2))
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_zipar_knows_both_rasters(window: int) -> None:
+def test_zipar_decodes_the_preview_before_the_large_raster(window: int) -> None:
     steps = plan_steps(GRID, window)
     assert sorted(target for step in steps for target in step.targets) == list(range(GRID.length))
     preview_steps = [number for number, step in enumerate(steps) if min(step.targets) < 4]
     assert max(preview_steps) < min(number for number, step in enumerate(steps) if max(step.targets) >= 4)
     assert len(steps) == (2 + min(window, 2)) + (4 + 2 * min(window, 4))
-    assert set(range(-1, 3)) <= {position for step in steps[:-1] for position in step.positions}  # all of the preview
+    assert set(range(-1, 3)) <= {position for step in steps[:-1] for position in step.positions}
     method = paradec.samplers.create("zipar", window=window)
-    laid = model().lay_out([[100, 101, 64], [102, 64]], [(), ()], GRID)
-    state = model().begin(method, laid, GRID, paradec.Request(sampler=method, temperature=0))
-    paradec.decode(method, laid.model, state)
+    image = model().lay_out([[100, 101, 64], [102, 64]], [(), ()], GRID)
+    state = model().begin(method, image, GRID, paradec.Request(sampler=method, temperature=0))
+    paradec.decode(method, image.model, state)
     tokens = model().read(state, GRID).tokens
-    # the preview's first row and the large raster's first token see the same tokens as in token-by-token decoding
-    for row, prompt in enumerate(laid.prompts.rows):
+    # in these columns ZipAR's tokens have the same context as in token-by-token decoding
+    for row, prompt in enumerate(image.prompts.rows):
         for offset in (0, 1, 4, 5):
-            logits = last_logits(laid.model, row, prompt + tokens[row, :offset].tolist())
+            logits = last_logits(image.model, row, prompt + tokens[row, :offset].tolist())
             assert int(logits[:64].argmax()) == int(tokens[row, offset])
     assert int(state.nfe[0]) == len(steps)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["sjd(window=2)", "scd(window=2)", "jacobi(window=2)"])
-def test_pairs_follow_the_model_s_distribution(sampler: str) -> None:
+def test_pairs_of_tokens_have_the_model_s_distribution(sampler: str) -> None:
     rows, prompt, grid = 1500, [100, 101, 64], PreviewGrid(1, 1, range(64), preview=(1, 1))
     method = paradec.samplers.create(sampler)
     request = paradec.Request(sampler=method, seed=1, **model().defaults)
-    laid = model().lay_out([prompt] * rows, [()] * rows, grid)
-    state = model().begin(method, laid, grid, request)
+    image = model().lay_out([prompt] * rows, [()] * rows, grid)
+    state = model().begin(method, image, grid, request)
     probability = {}
     for first in range(64):
-        logits = call(laid, 0, [*prompt, first])[None, len(prompt) - 1 :]
+        logits = logits_of(image, 0, [*prompt, first])[None, len(prompt) - 1 :]
         p = state.distribution(logits, np.array([0]), torch.arange(3, 5)[None])[0].numpy()
         probability |= {(first, second): p[0, first] * p[1, second] for second in range(64)}
-    paradec.decode(method, laid.model, state)
+    paradec.decode(method, image.model, state)
     actual = [tuple(pair) for pair in model().read(state, grid).tokens.tolist()]
     assert all(probability[pair] > 0 for pair in actual)
     likely = [pair for pair, p in probability.items() if p * rows >= 5]

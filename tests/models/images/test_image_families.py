@@ -53,7 +53,7 @@ def test_store_after_rollback_equals_a_fresh_prefill(name: str) -> None:
     with torch.inference_mode():
         for _ in range(4):
             sampler.commit(state, sampler.step(image_request.model, state))
-        assert (np.array(state.accepted) < 4).any()  # something was rolled back
+        assert (np.array(state.accepted) < 4).any()  # drafts were rejected
         for branch, row in itertools.product(range(2), range(state.batch)):
             index, length = branch * state.batch + row, int(state.committed[row] + state.shift[branch, row]) - 1
             assert state.store.valid[index].nonzero().squeeze(1).tolist() == list(range(length))
@@ -102,7 +102,7 @@ def test_emu3_equals_transformers() -> None:
 
 
 def test_chameleon_gives_finite_logits_of_image_tokens() -> None:
-    """transformers' forward sets them to the lowest finite number. All other logits are equal."""
+    """transformers' forward sets logits of image tokens to the lowest finite number. Other logits are equal."""
     model, _, _, _ = small_grid("anole")
     tokens = [1, 45, 40, 7, 9]
     theirs = model.module(torch.tensor([tokens])).logits[0, -1]
@@ -124,7 +124,7 @@ def test_chameleon_maps_tokens_to_codes() -> None:
     assert torch.equal(codebook[12], model.vq.quantize.embedding.weight[1])
 
 
-def test_lumina_layout() -> None:
+def test_lumina_has_the_published_layout() -> None:
     model = tiny_chameleon(LUMINA)
     grid = model.grid(32, 64)
     assert (grid.row_end, grid.tail) == (42, (41, 2))
@@ -136,7 +136,7 @@ def test_lumina_layout() -> None:
 
 
 @pytest.mark.parametrize("name", ["emu3", "anole", "lumina-mgpt", "janus"])
-def test_longest_prompts_and_longer_ones(name: str) -> None:
+def test_prompts_up_to_the_longest_are_accepted(name: str) -> None:
     model, grid, _, request = small_grid(name)
     sizes = {key: request[key] for key in ("height", "width") if key in request}
     prompt = request["prompts"][0]
@@ -150,7 +150,7 @@ def test_longest_prompts_and_longer_ones(name: str) -> None:
         refuses(partial(generate, [prompt], negative_prompt=prompts[1:]), message)
 
 
-class Words:
+class WordTokenizer:
     bos_token = "<s>"
     ids = {"<s>": 1, "fox": 50, "no": 51, "fog": 52, "3*4": 53, "<|image start|>": 54, "<|image token|>": 55}
 
@@ -163,22 +163,22 @@ class Words:
 
 
 def test_prompt_templates_of_the_models() -> None:
-    words = Words()
-    emu3 = Emu3Model(image_model("emu3")[0].module, words)
+    tokenizer = WordTokenizer()
+    emu3 = Emu3Model(image_model("emu3")[0].module, tokenizer)
     grid = emu3.grid(24, 32)
     image_request = emu3.request(["a fox", "fog"], grid, num_images=2, negative_prompt="no fog")
     assert image_request.prompts.rows == [[1, 50, 54, 53, 55]] * 2 + [[1, 52, 54, 53, 55]] * 2
     assert image_request.unconditional.rows == [[1, 51, 52, 54, 53, 55]] * 4
     assert emu3.request("fox", grid).unconditional.rows == [[1, 54, 53, 55]]
 
-    janus = JanusModel(image_model("janus")[0].module, words)
+    janus = JanusModel(image_model("janus")[0].module, tokenizer)
     image_request = janus.request("a fox", janus.grid())
     assert image_request.prompts.rows == [[CODES + token for token in (1, 50, 9)]]
     assert image_request.unconditional.rows == [[CODES + token for token in (1, 0, 9)]]
 
     sizes = {"start": 40, "end": 41, "side": 4, "turn_end": 2, "first_size": 50}
     layout = ChameleonLayout(**sizes, instruction="no {width} {height} fog ")
-    lumina = ChameleonModel(image_model("anole")[0].module, layout, tokenizer=words)
+    lumina = ChameleonModel(image_model("anole")[0].module, layout, tokenizer=tokenizer)
     image_request = lumina.request("fox", lumina.grid(32, 64))
     assert image_request.prompts.rows == [[1, 51, 52, 50, 2, 40, 51, 52]]
     assert image_request.unconditional.rows == [[40, 51, 52]]

@@ -40,8 +40,8 @@ def weights_of(recorded: dict[str, Tensor], part: str) -> dict[str, Tensor]:
     return {k.removeprefix(prefix): recorded[k] for k in recorded if k.startswith(prefix) and "kv_cache" not in k}
 
 
-def reference(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGenModel, ImageRequest]:
-    """Return the recorded model and its request."""
+def recorded_model(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGenModel, ImageRequest]:
+    """Build the recorded model and its request."""
     state = weights_of(recorded, condition)
     _, heads, slots, _ = recorded[f"{condition}.sd.layers.0.attention.kv_cache.k_cache"].shape
     if condition == "c2i":
@@ -67,7 +67,7 @@ def reference(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGenMode
 
 
 def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: int = 0) -> Query:
-    """Query image tokens `start` to `stop` of rows with equally long prompts, over a store. -1: from the prompt on."""
+    """Build a query over a store for image tokens `start` to `stop`. start=-1 adds the prompts, of equal lengths."""
     first = len(prompts[0])
     rows = torch.cat((torch.tensor(prompts), ids), 1)
     begin, end = (0 if start < 0 else first + start), first + stop
@@ -80,10 +80,10 @@ def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: i
 
 
 @pytest.mark.parametrize(("path", "condition"), [*list_recordings("c2i", "ids"), *list_recordings("t2i", "ids")])
-def test_logits_of_the_public_code(path: Path, condition: str) -> None:
+def test_logits_equal_the_public_code(path: Path, condition: str) -> None:
     with replay(f"{path.stem}, {condition}"):
         expected = read_arrays(path)
-        model, request = reference(expected, condition)
+        model, request = recorded_model(expected, condition)
         ids, prompts = expected[f"{condition}.ids"], request.prompts.rows
         rows, first, vocab = len(ids), len(prompts[0]), model.facts.vocab_size
         prefix = f"{condition}.logits_"
@@ -124,7 +124,7 @@ def test_ragged_captions_do_not_see_each_other() -> None:
         assert torch.allclose(request.model(query.with_fields(rows=np.array([row]))), alone.model(query), atol=1e-12)
 
 
-def test_captions_are_replaced_by_the_last_learned_features() -> None:
+def test_unconditional_captions_are_the_last_learned_features() -> None:
     """The public code pads captions on the left to the full length and masks the padding in both branches."""
     model = tiny_llamagen("t2i")
     network, full, ids = model.module, 6, [5, 9, 30]
@@ -143,7 +143,7 @@ def test_captions_are_replaced_by_the_last_learned_features() -> None:
 
 
 @pytest.mark.parametrize(("path", "part"), list_recordings("vq", "code"))
-def test_vq_decode_of_the_public_code(path: Path, part: str) -> None:
+def test_vq_decodes_like_the_public_code(path: Path, part: str) -> None:
     with replay(f"{path.stem}, {part}"):
         recorded = read_arrays(path)
         state = weights_of(recorded, part)
@@ -162,7 +162,7 @@ def test_vq_decode_of_the_public_code(path: Path, part: str) -> None:
         assert (image - recorded["vq.image"]).abs().max() < 1e-5
 
 
-def test_published_sizes() -> None:
+def test_configs_have_the_published_sizes() -> None:
     inner = {"B": 2048, "L": 2816, "XL": 3584, "XXL": 4096, "3B": 8704}
     assert {name: LlamaGenConfig(**PRESETS[name]).inner for name in inner} == inner
     with torch.device("meta"):
@@ -210,7 +210,7 @@ def test_vq_encodes_like_diffusers() -> None:
     refuses(lambda: tiny_vq().encode(images), "no encoder")
 
 
-def test_vq_trains_through_the_codes() -> None:
+def test_gradients_pass_the_vq_codes() -> None:
     model = tiny_vq(encoder=True, image_channels=1)
     decoded, loss, _ = model(torch.rand(2, 1, 8, 8).double())
     (decoded.square().mean() + loss).backward()
@@ -232,7 +232,7 @@ def taming_names(model: VQModel) -> dict[str, Tensor]:
     return renamed
 
 
-def test_taming_names(tmp_path: Path) -> None:
+def test_weights_with_the_names_of_taming_load(tmp_path: Path) -> None:
     model = tiny_vq(l2_norm=False, attention=False, encoder=True)
     theirs = taming_names(model)
     assert "decoder.up.1.block.0.conv1.weight" in theirs and "encoder.down.0.downsample.conv.weight" in theirs
@@ -265,7 +265,7 @@ def save_safetensors(folder: Path, state: dict[str, Tensor]) -> Path:
 @pytest.mark.parametrize(
     "save", [save_pt(None), save_pt("model"), save_pt("module"), save_pt("state_dict"), save_safetensors]
 )
-def test_published_files(tmp_path: Path, save: Callable[[Path, dict[str, Tensor]], Path]) -> None:
+def test_published_file_formats_load(tmp_path: Path, save: Callable[[Path, dict[str, Tensor]], Path]) -> None:
     original = tiny_llamagen(grid=16, vq=False).module
     state = {name: tensor.float() for name, tensor in original.state_dict().items()}
     vq = tmp_path / "vq.safetensors"
@@ -279,7 +279,7 @@ def test_published_files(tmp_path: Path, save: Callable[[Path, dict[str, Tensor]
     assert model.grid().length == 256 and model.vq.config == TINY_VQ
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_folders_load_and_wrong_ones_are_refused(tmp_path: Path) -> None:
     state = tiny_llamagen().module.state_dict()
     save_file({name: tensor.float().contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
     fields = {"model_type": "llamagen", **LLAMAGEN, "grid": 4}

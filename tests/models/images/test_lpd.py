@@ -25,13 +25,13 @@ from paradec.samplers.distributions import apply_guidance
 from paradec.samplers.pictures.groups import Groups
 
 
-def recorded(name: str, dtype: torch.dtype) -> LPDModel:
+def load_recorded(name: str, dtype: torch.dtype) -> LPDModel:
     sizes, _ = image_case("lpd", f"{name}.config")
     return load_lpd(image_file("lpd", f"{name}.safetensors"), n_head=sizes["num_heads"], dtype=dtype)
 
 
 @dataclass(frozen=True)
-class Replayed(Groups):
+class ReplayingGroups(Groups):
     steps: Any = None
     generator: Any = None
 
@@ -43,16 +43,16 @@ class Replayed(Groups):
 
 @pytest.mark.parametrize("name", image_cases("lpd", "steps"))
 @replays("name", "lpd/")
-def test_a_recorded_run(name: str) -> None:
+def test_decoding_equals_the_recorded_run(name: str) -> None:
     case, arrays = image_case("lpd", name)
     settings, steps = case["settings"], case["steps"]
     seed = re.search(r"manual_seed\((\d+)\)", case["draws"])
-    # float32 cannot resolve smaller margins, and torch draws other numbers in float64
+    # float32 cannot resolve margins below 1e-4; seeded runs need it, as torch draws other numbers in float64
     dtype = torch.float32 if case["margin"] >= 1e-4 or seed is not None else torch.float64
-    model = recorded(case["model"], dtype)
+    model = load_recorded(case["model"], dtype)
     order = orders.Given(cells=case["orders"], sizes=settings["group_sizes"])
     generator = None if seed is None else torch.Generator().manual_seed(int(seed[1]))
-    sampler = Replayed(order, settings["cfg_schedule"], steps=steps, generator=generator)
+    sampler = ReplayingGroups(order, settings["cfg_schedule"], steps=steps, generator=generator)
     none = model.module.config.num_classes
     labels = [none] * settings["batch"] if settings["labels"] is None else settings["labels"]
     first = model.blank_id + 1
@@ -76,8 +76,8 @@ def test_a_recorded_run(name: str) -> None:
             logits = apply_guidance(logits, sampler.guidance(state))
         assert_checksum(logits, step["guided_logits"])
         if f"guided_logits.{index}" in arrays:
-            theirs = arrays[f"guided_logits.{index}"]
-            assert (logits.reshape(theirs.shape) - theirs).abs().max() < 1e-4
+            expected = arrays[f"guided_logits.{index}"]
+            assert (logits.reshape(expected.shape) - expected).abs().max() < 1e-4
         assert (proposal.positions - 1).tolist() in ([step["positions"]] * len(labels), step["positions"])
         assert proposal.values.tolist() == step["tokens"]
         sampler.commit(state, proposal)
@@ -88,9 +88,9 @@ def test_a_recorded_run(name: str) -> None:
 @pytest.mark.parametrize("name", image_cases("lpd", "logits_in_order"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @replays("name", "lpd/")
-def test_a_recorded_forward(name: str, dtype: torch.dtype) -> None:
+def test_one_forward_equals_the_recorded_one(name: str, dtype: torch.dtype) -> None:
     case, arrays = image_case("lpd", name)
-    model = recorded(case["model"], dtype)
+    model = load_recorded(case["model"], dtype)
     inputs = (torch.tensor(case[key]) for key in ("codes", "labels", "orders"))
     with torch.no_grad():
         actual = model.module(*inputs, case["group_sizes"])
@@ -121,7 +121,7 @@ def test_cached_decoding_equals_one_forward(order: Any) -> None:
     assert len(cached_logits) == len(state.groups) == state.nfe[0]
 
 
-def test_a_file_and_a_folder_load_as_one(tmp_path: Path) -> None:
+def test_files_and_folders_load_alike(tmp_path: Path) -> None:
     model = tiny_lpd()
     weights = {name: tensor.float() for name, tensor in model.module.state_dict().items()}
     torch.save({"model": weights, "epoch": 3}, tmp_path / "tiny.pth")
@@ -135,7 +135,7 @@ def test_a_file_and_a_folder_load_as_one(tmp_path: Path) -> None:
     assert (single.facts.name, folder.defaults["top_k"], single.defaults["top_k"]) == ("tiny", 9, None)
     request = {"class_labels": [1], "seed": 0, "output_type": "latent"}
     outputs = [paradec.generate_images(m, **request) for m in (single, folder)]
-    assert not torch.equal(outputs[0].codes, outputs[1].codes)  # other defaults
+    assert not torch.equal(outputs[0].codes, outputs[1].codes)  # the folder has other defaults
     assert torch.equal(outputs[1].codes, paradec.generate_images(single, **request, **defaults).codes)
     assert {parameter.dtype for parameter in paradec.load(tmp_path).module.parameters()} == {torch.float32}
 
@@ -158,7 +158,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path, change: dict[str, An
     refuses(lambda: load_lpd(tmp_path / "half.safetensors", n_head=2), message, CheckpointError)
 
 
-def test_positions_are_resized_and_the_class_is_not(tmp_path: Path) -> None:
+def test_resizing_changes_positions_but_not_the_class_entry(tmp_path: Path) -> None:
     torch.manual_seed(0)
     table = torch.randn(1, 17, 3)
     assert torch.equal(resize_positions(table, 4)[:, :1], table[:, :1])
@@ -185,27 +185,27 @@ def test_pictures_are_decoded_from_codes() -> None:
     assert output.images.shape == (2, 3, 8, 8) and output.codes.shape == (2, 4, 4)
     assert torch.equal(output.images, model.decode(output.tokens, output.grid))
     assert output.accepted.sum(0).tolist() == [16, 16] and output.row_nfe == [5, 5]
-    # group sizes 1 2 4 4 5: two branches evaluate the class and 1 mask, then a group's tokens and the next masks
+    # groups of 1, 2, 4, 4 and 5: each of two branches evaluates the class, 16 masks, and the first 11 tokens
     assert output.forwarded_tokens == 2 * 2 * (1 + 16 + 11)
     refuses(lambda: make(LPDModel(model.module), output_type="pt"), "has no VQ decoder")
 
 
 def test_top_p_applies_after_top_k() -> None:
-    """The nucleus is computed after top-k and renormalisation, like in the public code."""
+    """As in the public code, probabilities are renormalised after top-k, before top-p."""
     model = tiny_lpd()
     sampler = samplers.create("groups")
     state = sampler.start(model, [[33]], top_k=2, top_p=0.55)
     logits = torch.tensor([0.3, 0.2, 0.18, 0.17, 0.15]).log().view(1, 1, 5)
-    # the nucleus of all tokens has at least three; after top-k=2 the first token has probability 0.6
+    # top-p alone would keep three tokens; after top-k=2 the first token has probability 0.6
     assert sampler.distribution(state, logits).flatten().tolist() == [1, 0, 0, 0, 0]
 
 
 def test_guidance_grows_with_the_rank() -> None:
     model = tiny_lpd()
-    laid = model.request([1], model.grid())
+    image_request = model.request([1], model.grid())
     sampler = samplers.create("groups", order={"order": "raster", "sizes": [1, 3, 12]})
-    request = {"seed": 0, "guidance_scale": 5.0, "negative_prompt": laid.unconditional}
-    state = sampler.start(model, laid.prompts, **request)
+    request = {"seed": 0, "guidance_scale": 5.0, "negative_prompt": image_request.unconditional}
+    state = sampler.start(model, image_request.prompts, **request)
     actual = []
     while not state.done:
         actual += sampler.guidance(state).flatten().tolist()
@@ -216,7 +216,7 @@ def test_guidance_grows_with_the_rank() -> None:
     assert make(model, guidance_scale=1.0).row_forwards == 10 and make(model).row_forwards == 20
 
 
-def test_steps_are_groups() -> None:
+def test_steps_set_the_number_of_groups() -> None:
     model = tiny_lpd()
     assert make(model, steps=3).nfe == 3 and make(model, steps=3, sampler="lpd").nfe == 3
     assert make(model, steps=16).accepted.max() == 1
@@ -225,7 +225,7 @@ def test_steps_are_groups() -> None:
     refuses(lambda: make(model, steps=17), "sizes=17 must be an integer from 1 to 16")
 
 
-def test_published_guidance_and_repulsion() -> None:
+def test_defaults_have_the_published_guidance_and_repulsion() -> None:
     with torch.device("meta"):
         large, largest = (LPD(LPDConfig(**PRESETS[name])) for name in ("lpd_l", "lpd_xxl"))
     model = LPDModel(large)
@@ -236,12 +236,12 @@ def test_published_guidance_and_repulsion() -> None:
     repulsions = []
 
     @dataclass(frozen=True)
-    class Recording(Groups):
-        def start(self, *args: Any, **named: Any) -> Any:
+    class RecordingGroups(Groups):
+        def start(self, *args: Any, **kwargs: Any) -> Any:
             repulsions.append(self.order.repulsion)
 
     model = LPDModel(largest)
     for order in ("lpd", {"order": "lpd", "sizes": 32}, {"order": "lpd", "repulsion": 1}):
-        sampler, grid = Recording(order), model.grid()
+        sampler, grid = RecordingGroups(order), model.grid()
         model.begin(sampler, model.request([1], grid), grid, paradec.Request(sampler=sampler))
     assert repulsions == [3.0, None, 1]

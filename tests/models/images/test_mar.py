@@ -1,7 +1,7 @@
-"""MAR and ReCAP over it: replay of the public code on a small model, and properties.
+"""MAR, and ReCAP with it: replays of the public code on a small model, and properties.
 
-The recorded runs drew the head's noise from torch's generator, so the same noise can be drawn again. Their local steps
-used 5 of the head's 10 steps although their settings have a ratio of 0.4; here the ratio is 0.5.
+The recorded runs drew the head's noise from torch's generator, so the tests can draw the same noise. Their local steps
+used 5 of the head's 10 steps although their settings state a ratio of 0.4; the tests use a ratio of 0.5.
 """
 
 from dataclasses import dataclass
@@ -31,29 +31,29 @@ RECORDED = [path for path in sorted(golden("recap").glob("*.json")) if "orders" 
 def model() -> MARModel:
     torch.manual_seed(0)
     module = randomize(MAR(**{**SIZES, "side": 4}, **HEAD), 0.3)
-    # small weights: the head changes its noise little
+    # with small weights, the head's output stays close to its noise
     torch.nn.init.zeros_(module.diffloss.net.final_layer.linear.weight)
     torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)
     return MARModel(module)
 
 
 @dataclass(frozen=True)
-class Replayed(Sampler):
-    """Use the reference's noise: of the start, then one draw per step for both branches. The first half is used."""
+class ReplayingSampler(Sampler):
+    """Draw the reference's noise: for the start, then per step for both branches, of which the first is used."""
 
     channels: int = 4
 
     def _noise(self, state: Any, positions: Tensor, local: bool) -> Tensor:
         steps = self.head_steps // 2 if local else self.head_steps
         rows, width = positions.numel(), self.channels
-        both = rows * (2 if state.guidance_scale != 1.0 else 1)
-        noise = [torch.randn(rows, width)] + [torch.randn(both, width)[:rows] for _ in range(steps)]
+        num_drawn = rows * (2 if state.guidance_scale != 1.0 else 1)
+        noise = [torch.randn(rows, width)] + [torch.randn(num_drawn, width)[:rows] for _ in range(steps)]
         return torch.stack(noise, 1).unflatten(0, positions.shape).double()
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 @replays("path")
-def test_replays_the_reference(path: Path) -> None:
+def test_decoding_equals_the_recorded_run(path: Path) -> None:
     case = read_json(path)
     settings, log, sizes = case["settings"], case["log"], case["model"]
     tokens = {"side": sizes["img_size"] // sizes["vae_stride"], "channels": sizes["vae_embed_dim"]}
@@ -66,7 +66,7 @@ def test_replays_the_reference(path: Path) -> None:
     local = {"local_steps": settings["num_cache_iters"], "full_groups": settings["pre_full_iters"]}
     head = {"head_steps": int(sizes["num_sampling_steps"]), "channels": sizes["vae_embed_dim"]}
     drawn = {"temperature": settings["temperature"], "guidance_schedule": settings["cfg_schedule"]}
-    sampler = Replayed(**local, **head, **drawn, fast_ratio=0.5, keep_buffer=settings["cache_buffer"])
+    sampler = ReplayingSampler(**local, **head, **drawn, fast_ratio=0.5, keep_buffer=settings["cache_buffer"])
     request = {"steps": settings["num_iter"], "guidance_scale": settings["cfg"]}
     state = sampler.start(model, settings["labels"], **request, order=torch.tensor(case["orders"]))
     torch.manual_seed(settings["seed"])
@@ -98,7 +98,7 @@ def test_every_step_decides_something(size: int, steps: int) -> None:
 @pytest.mark.parametrize("keep_buffer", [False, True])
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
 def test_local_steps_over_all_positions_are_exact(model: MARModel, guidance: float, keep_buffer: bool) -> None:
-    """Nothing is cached, except the keys of the class tokens with `keep_buffer`, which do not see later decisions."""
+    """Nothing is cached except, with `keep_buffer`, the keys of the class tokens, which then miss later decisions."""
     settings = {"full_groups": 0, "head_steps": 3, "fast_ratio": 1, "chunk_order": "order"}
     plain = Sampler(local_steps=0, keep_buffer=False, **settings)
     grouped = Sampler(local_steps=4, keep_buffer=keep_buffer, **settings)
@@ -131,12 +131,12 @@ def test_recap_evaluates_its_targets(model: MARModel, chunk_order: str) -> None:
     assert kinds == ["full", "full", "full", "window", "full", "window"] and decided.all()
     assert forwarded == [16, 16, 16, remaining[2] - remaining[4], 16, remaining[4]]
     assert state.nfe.tolist() == [6] * 3 and state.row_forwards.tolist() == [12] * 3
-    assert not torch.equal(state.tokens[1], state.tokens[2])  # copies of a class draw their own numbers
+    assert not torch.equal(state.tokens[1], state.tokens[2])  # rows of one class draw different numbers
 
 
 @pytest.mark.parametrize("schedule", ["linear", "constant"])
 def test_local_steps_are_guided(model: MARModel, schedule: str) -> None:
-    """The scale of full and local steps is 1 + (s - 1) (S - m) / S with m masked positions after the step, or s."""
+    """The scale is 1 + (s - 1) (S - m) / S, with m of S positions masked after the step, or s if constant."""
     sampler = Sampler(local_steps=2, full_groups=0, head_steps=4, fast_ratio=1, guidance_schedule=schedule)
     plain = Sampler(local_steps=0, head_steps=4, guidance_schedule=schedule)
     remaining, scale, kinds = remaining_counts(16, 6), 3.0, []

@@ -79,14 +79,14 @@ def test_decoder_equals_diffusers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_weights_tell_the_sizes(preset: str) -> None:
+def test_sizes_are_read_from_the_weights(preset: str) -> None:
     with torch.device("meta"):
         actual = read_sizes(MAR(**PRESETS[preset]).state_dict())
     assert {**PRESETS[preset], **actual} == {**actual, "heads": PRESETS[preset]["heads"]}
     assert (actual["side"], actual["channels"], actual["classes"], actual["buffer"]) == (16, 16, 1000, 64)
 
 
-def test_load(model: MARModel, tmp_path: Path) -> None:
+def test_files_and_folders_load(model: MARModel, tmp_path: Path) -> None:
     weights = {name: tensor.float() for name, tensor in model.module.state_dict().items()}
     vae = model.vae.state_dict()
     folder = tmp_path / "my-mar"
@@ -134,7 +134,7 @@ def test_request_temperature_overrides_the_sampler(model: MARModel, temperature:
     assert torch.equal(tokens, make(model, sampler=sampler).tokens) and not torch.equal(tokens, make(model).tokens)
 
 
-def test_output_types_and_steps(model: MARModel) -> None:
+def test_output_types_steps_and_trace(model: MARModel) -> None:
     latent, pt, pil = (make(model, output_type=kind, trace=True) for kind in ("latent", "pt", "pil"))
     assert pt.images.shape == (2, 3, 8, 8) and pt.images.dtype == torch.float32
     assert 0 <= pt.images.min() and pt.images.max() <= 1
@@ -146,7 +146,7 @@ def test_output_types_and_steps(model: MARModel) -> None:
         _ = make(model).steps
 
 
-def test_a_generator_seeds(model: MARModel) -> None:
+def test_a_generator_can_replace_the_seed(model: MARModel) -> None:
     draws = [torch.Generator().manual_seed(seed) for seed in (4, 4, 5)]
     first, repeated, other = (make(model, seed=None, generator=draw).tokens for draw in draws)
     assert torch.equal(first, repeated) and not torch.equal(first, other)

@@ -39,7 +39,7 @@ def golden_model(name: str, grid: int, dtype: torch.dtype = torch.float32) -> NA
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", image_cases("nar", "steps"))
 @replays("name", "nar/")
-def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_equals_the_recorded_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, arrays = image_case("nar", name)
     settings, text = case["settings"], "text_mask" in case["settings"]
     dtype = torch.float32 if case["margin"] >= 1e-4 else torch.float64
@@ -49,24 +49,24 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         masks = torch.tensor(settings["text_mask"], dtype=torch.bool)
         conditions = [features[mask] for features, mask in zip(arrays["features"], masks)]
     grid = model.grid()
-    laid = model.request(conditions, grid)
+    image = model.request(conditions, grid)
     sampler = paradec.samplers.create("nar", cfg_interval=settings["cfg_interval"])
-    guidance = {"negative_prompt": laid.unconditional, "guidance_scale": settings["cfg"]}
+    guidance = {"negative_prompt": image.unconditional, "guidance_scale": settings["cfg"]}
     filters = {"top_k": settings["top_k"] or None, "top_p": settings["top_p"]}
     temperature = settings["temperature"] if settings["sample"] else 0
-    state = sampler.start(laid.model, laid.prompts, **guidance, **filters, temperature=temperature, seed=0)
+    state = sampler.start(image.model, image.prompts, **guidance, **filters, temperature=temperature, seed=0)
     is_seeded = "manual_seed" in case["draws"]
     for index, step in enumerate(case["steps"]):
         if "u" in step:
             u = torch.tensor(step["u"], dtype=torch.float64).unsqueeze(-1)
             monkeypatch.setattr(rng, "uniform", lambda *args, u=u: u)
         (query,) = sampler.query(state)
-        proposal = sampler.propose(state, [laid.model(query, state.store)], [query])
+        proposal = sampler.propose(state, [image.model(query, state.store)], [query])
         offsets = [position - step["positions"][0] for position in step["positions"]]
         assert not index or (query.positions[0] - int(query.positions.min())).tolist() == offsets
         logits, averaged = proposal.quantities["logits"], proposal.quantities["averaged"]
         assert_checksum(logits, step["guided_logits"])
-        if len(averaged) == step["rows"]:  # the reference also evaluates an unconditional half without effect
+        if len(averaged) == step["rows"]:  # otherwise the reference evaluates an unused unconditional half too
             assert_checksum(averaged, step["averaged_logits"])
         for key, values in (("guided_logits", logits), ("averaged_logits", averaged[: step["rows"]])):
             if (expected := arrays.get(f"{key}.{index}")) is not None:
@@ -115,41 +115,41 @@ def test_cached_decoding_equals_one_masked_forward(condition: str, side: int) ->
     model = tiny_nar(condition, grid=side)
     grid = model.grid()
     captions = [torch.linspace(-1, 1, length * 16).view(length, 16).double() for length in (5, 2)]
-    laid = model.request([3, 9] if condition == "c2i" else captions, grid)
+    image = model.request([3, 9] if condition == "c2i" else captions, grid)
     sampler = paradec.samplers.create("nar")
-    state = sampler.start(laid.model, laid.prompts, guidance_scale=1, seed=1)
+    state = sampler.start(image.model, image.prompts, guidance_scale=1, seed=1)
     cached = torch.zeros(2, grid.length, model.facts.vocab_size).double()
     while not state.done:
-        proposal = sampler.step(laid.model, state)
+        proposal = sampler.step(image.model, state)
         cached[:, diagonal(grid, state.index)] = proposal.quantities["logits"]
         sampler.commit(state, proposal)
     for row, length in enumerate(state.prompt_length):
-        # without a store, with cells in any order, and after padding
+        # one forward without a store, with shuffled cells and padding
         count = int(length) + grid.length
         order = torch.cat((torch.arange(length), length + torch.randperm(grid.length)))
         pad = torch.zeros(2, dtype=torch.int64)  # at position 0, which is visible to all cells
         tokens = torch.cat((state.canvas[row, :count][order], pad)).unsqueeze(0)
         positions, valid = torch.cat((order, pad)).unsqueeze(0), (torch.arange(count + 2) < count).unsqueeze(0)
         query = Query(np.array([row]), tokens, positions, valid=valid)
-        actual = cell_logits(laid.model(query)[:, :count][:, order.argsort()], grid, int(length))
+        actual = cell_logits(image.model(query)[:, :count][:, order.argsort()], grid, int(length))
         torch.testing.assert_close(actual[0], cached[row], atol=1e-12, rtol=0)
 
 
-def test_guidance_ends_and_leaves_one_branch() -> None:
+def test_guidance_ends_after_its_interval() -> None:
     model = tiny_nar()
-    laid = model.request([3], model.grid())
-    sampler = paradec.samplers.create("nar", cfg_interval=2)  # one and three tokens stand before diagonals 1 and 2
-    arguments: dict[str, Any] = {"negative_prompt": laid.unconditional, "seed": 4}
-    state = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=3.0, **arguments))
+    image = model.request([3], model.grid())
+    sampler = paradec.samplers.create("nar", cfg_interval=2)  # 1 and 3 tokens precede diagonals 1 and 2
+    arguments: dict[str, Any] = {"negative_prompt": image.unconditional, "seed": 4}
+    state = decode(sampler, model, sampler.start(model, image.prompts, guidance_scale=3.0, **arguments))
     assert state.row_forwards.tolist() == [2 * 2 + 5] and state.nfe.tolist() == [7]
-    plain = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=1.0, seed=4))
+    plain = decode(sampler, model, sampler.start(model, image.prompts, guidance_scale=1.0, seed=4))
     assert plain.row_forwards.tolist() == [7]
     # scales up to 1 turn guidance off, like in the public code
-    half = decode(sampler, model, sampler.start(model, laid.prompts, guidance_scale=0.5, **arguments))
+    half = decode(sampler, model, sampler.start(model, image.prompts, guidance_scale=0.5, **arguments))
     assert torch.equal(half.canvas, plain.canvas) and half.row_forwards.tolist() == [7]
     for scale in (3.0, 1.0):
         never = paradec.samplers.create("nar")
-        state = decode(never, model, never.start(model, laid.prompts, guidance_scale=scale, **arguments))
+        state = decode(never, model, never.start(model, image.prompts, guidance_scale=scale, **arguments))
         assert state.row_forwards.tolist() == [7 * (2 if scale > 1 else 1)]
 
 
@@ -185,7 +185,7 @@ def test_files_without_the_second_head_are_refused(missing: tuple[str, ...], tmp
     file = tmp_path / "t2i_XL_stage1_256.pt"
     torch.save(weights, file)
     refuses(lambda: load_nar(file, n_head=4), f"holds no NAR: it lacks {', '.join(missing)}", CheckpointError)
-    if len(missing) == 1:  # the remaining one shows that a second head existed
+    if len(missing) == 1:  # its other weight shows that a second head existed
         refuses(lambda: paradec.load(file, n_head=4), "holds no NAR", CheckpointError)
     folder = save(model, tmp_path / "folder")
     save_file(weights, folder / "model.safetensors")

@@ -47,9 +47,9 @@ class Tiles(PictureModel):
     def request(self, given: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         return ImageRequest(self, [[5 + label] for label in list_labels(given, 4) for _ in range(num_images)])
 
-    def begin(self, sampler: Any, laid: ImageRequest, grid: Grid, request: Any) -> Any:
+    def begin(self, sampler: Any, image: ImageRequest, grid: Grid, request: Any) -> Any:
         arguments = {"max_new_tokens": grid.length, "suppress_tokens": range(5, 9)}
-        return sampler.start(self, laid.prompts, replace(request, **arguments))
+        return sampler.start(self, image.prompts, replace(request, **arguments))
 
     def read(self, state: Any, grid: Grid) -> Snapshot:
         tokens, accepted = picture_tokens(state, grid), np.zeros((state.commits, state.batch))
@@ -71,7 +71,7 @@ def test_a_custom_masked_model_generates_images() -> None:
     assert torch.equal(cold.images, torch.tensor([2 / 3, 0.0]).view(2, 1, 1, 1).expand(2, 1, 3, 3))
     assert cold.row_nfe == [3, 3] and cold.codes.unique().tolist() == [0, 2]  # the model's default steps
     drawn = make(output_type="latent")
-    assert torch.equal(drawn.images, drawn.codes) and len(drawn.codes.unique()) > 2  # and its default temperature
+    assert torch.equal(drawn.images, drawn.codes) and len(drawn.codes.unique()) > 2  # and its temperature
     assert torch.equal(make(output_type="latent", sampler="halton", steps=9).codes[0] < 4, torch.ones(3, 3).bool())
     assert [image.size for image in make().images] == [(3, 3)] * 2 and isinstance(make().images[0], Image.Image)
     assert make(callback=lambda state, commit: True).images is None
@@ -205,7 +205,7 @@ def test_presets_give_the_same_pictures_as_their_arguments(case: tuple[Any, dict
 
 
 @pytest.mark.thinned
-def test_a_request_of_pictures_is_saved_and_loads(case: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
+def test_saved_requests_load_unchanged(case: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
     model, arguments = case
     for fields in ({"seed": 3}, arguments):
         request = images.picture_request(model, fields)
@@ -227,7 +227,7 @@ def test_presets_use_the_model_names_of_samplers() -> None:
 
 
 def test_a_zero_in_a_preset_s_mapping_counts() -> None:
-    """`Request.save` omits temperature 0, the default for text. An explicit 0 in a mapping must be used."""
+    """`Request.save` omits temperature 0, the default of text models, but an explicit 0 in a mapping is used."""
     model = tiny_llamagen()
     cold = paint(model, temperature=0, top_k=0, seed=1)
     assert torch.equal(paint(model, preset={"temperature": 0.0, "top_k": None}, seed=2).tokens, cold.tokens)

@@ -39,7 +39,7 @@ def model() -> ProteinMPNNModel:
 def design_by_loop(
     model: ProteinMPNNModel, row: list[int], order: list[int], key: Tensor, temperature: float, number: int = 0
 ) -> tuple[list[int], float]:
-    """Decode tie after tie with averaged logits, bias and the column's noise. Return the row and its mean
+    """Decode one tie after the other with averaged logits, bias and the column's noise. Return the row and its mean
     log-probability without bias."""
     groups, rules = model.columns[number].residues, model.rules[number]
     row, size = list(row), len(model.structures[number])
@@ -117,7 +117,7 @@ def test_jacobi_equals_one_tie_per_step(model: ProteinMPNNModel, first: int) -> 
 @pytest.mark.parametrize(
     "name", ["sjd", "jacobi", *(pytest.param(n, marks=pytest.mark.full) for n in ("scd", "random"))]
 )
-def test_ties_have_the_distribution_of_one_tie_per_step(model: ProteinMPNNModel, name: str) -> None:
+def test_designs_have_the_distribution_of_one_tie_per_step(model: ProteinMPNNModel, name: str) -> None:
     letters, temperature = "LPS", 0.5
     omit = "".join(letter for letter in LETTERS[:20] if letter not in letters)
     rules = DesignRules(bias={"P": 0.4}, omit=omit, ties=[(0, 3), (1, 4)])
@@ -164,7 +164,7 @@ def test_weights_of_a_tie_multiply_its_residues_logits(model: ProteinMPNNModel, 
     assert float(out.logprobs.chosen[0, 1]) == pytest.approx(float(expected.log_softmax(-1).max()), abs=1e-4)
 
 
-def test_tied_rows_that_start_and_end_independently(model: ProteinMPNNModel) -> None:
+def test_refilled_batches_of_tied_rows_equal_one_batch(model: ProteinMPNNModel) -> None:
     tied = model.on([dimer(), piece(3, 9, "short"), dimer("free")], [DesignRules(ties=TIES), *[DesignRules()] * 2])
     prompts = [tied.prompt(number) for number in (0, 2, 1, 0, 1, 2, 0)]
     arguments = {"sampler": "jacobi", "temperature": 0.7, "seed": 5}
@@ -175,7 +175,7 @@ def test_tied_rows_that_start_and_end_independently(model: ProteinMPNNModel) -> 
         assert torch.equal(out.sequences[0, -len(row) :], row)
 
 
-def test_ligands_in_any_order_and_with_masked_samplers() -> None:
+def test_ligand_models_with_ties_in_any_order() -> None:
     structure = read_structure(BOUND / "bound-two.pdb")
     rules = DesignRules(ties=structure.copies(), omit="C")
     model = load_protein_mpnn(BOUND / "small_ligand.pt", structure, rules=rules, dtype=torch.float64)
@@ -190,7 +190,7 @@ def test_ligands_in_any_order_and_with_masked_samplers() -> None:
         assert "C" not in design and all(design[a] == design[b] for a, b in structure.copies())
 
 
-def test_fixed_letters_of_ties(model: ProteinMPNNModel) -> None:
+def test_fixed_letters_must_agree_within_ties(model: ProteinMPNNModel) -> None:
     tied = model.on(dimer(sequence="AAACDEAAGHI"), DesignRules(ties=TIES))
     assert tied.columns[0].residues == [[0, 6], [1, 7], [2, 8, 10], [3], [4, 9], [5]]
     row = tied.prompt(fixed=[0, 6, 1, 5])
@@ -206,7 +206,7 @@ def test_fixed_letters_of_ties(model: ProteinMPNNModel) -> None:
     refuses(lambda: incomplete.letters(torch.tensor([[1, 2]])), "a row has no structure")
 
 
-def test_residues_of_chain_copies() -> None:
+def test_copies_match_residues_of_equal_chains() -> None:
     numbers = [1, 2, 2, 4, 5, 6, 2, 2, 4, 7, 1]
     assert dimer(numbers=numbers).copies() == [[0, 10], [1, 6], [2, 7], [3, 8]]
     assert dimer(numbers=numbers).copies("AB") == dimer(numbers=numbers).copies()

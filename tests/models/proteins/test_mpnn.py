@@ -75,10 +75,10 @@ def test_residues_of_one_step_do_not_see_each_other(model: ProteinMPNNModel, sam
                 joint = distribution(model, 0, letters, [*decided, *sorted(step), *set(undecided) - {*step}])
                 differences.append(abs(float(joint[residue, letters[residue]] - expected)))
         decided += sorted(step)
-    assert max(differences) > 0.01  # numbers would differ if residues of a step saw each other
+    assert max(differences) > 0.01  # the values would differ if residues of one step saw each other
 
 
-def test_drafts_are_in_the_order_of_their_steps(model: ProteinMPNNModel) -> None:
+def test_freedave_equals_its_base_sampler(model: ProteinMPNNModel) -> None:
     prompts = [model.prompt("long", fixed=range(10)), model.prompt("short", fixed=range(9))]
     for base in ("low_confidence", "random"):
         expected = paradec.generate(model, prompts, sampler=base, temperature=0.5, seed=2, logprobs=0)
@@ -90,7 +90,7 @@ def test_drafts_are_in_the_order_of_their_steps(model: ProteinMPNNModel) -> None
 
 
 def test_branches_are_refused_and_lopa_without_branches_equals_its_base(model: ProteinMPNNModel) -> None:
-    """A branch's token would precede tokens of its own step, which a decoding order cannot express."""
+    """A branch would decide a token before others of the same step, which a decoding order cannot express."""
     prompt = model.prompt("short", fixed=range(9))
     refuses(lambda: paradec.generate(model, prompt, sampler="lopa"), "sampler 'lopa' does not work with .* reads")
     request = {"temperature": 0.5, "seed": 2}
@@ -125,7 +125,7 @@ def test_rewritten_residues_move_to_the_end_of_the_order(
 
 
 QUICK = ("threshold", "random", "editing", "ccd", "wino")
-"""One sampler per kind of rule; the others run under `-m full`."""
+"""One sampler per kind of rule. The other samplers run under `-m full`."""
 
 
 @pytest.mark.thinned
@@ -167,7 +167,7 @@ def test_refilled_rows_keep_their_order(model: ProteinMPNNModel) -> None:
         assert sums[0] == pytest.approx(sums[1], abs=1e-4)
 
 
-def test_prompts(model: ProteinMPNNModel) -> None:
+def test_prompts_as_ids_and_as_text(model: ProteinMPNNModel) -> None:
     long = model.structures[0]
     assert model.prompt() == [22, *[MASK_ID] * 24]
     assert model.prompt("short")[0] == 23
@@ -217,7 +217,7 @@ def test_chains_and_incomplete_residues() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_dtypes(model: ProteinMPNNModel, dtype: torch.dtype) -> None:
+def test_low_precision_is_close_to_float64(model: ProteinMPNNModel, dtype: torch.dtype) -> None:
     narrow = load_protein_mpnn(WEIGHTS, model.structures, dtype=dtype)
     assert narrow.dtype == dtype
     for context in (torch.inference_mode, torch.no_grad):
@@ -230,7 +230,7 @@ def test_dtypes(model: ProteinMPNNModel, dtype: torch.dtype) -> None:
     assert (probabilities - expected).abs().max() < (0.2 if dtype == torch.bfloat16 else 0.02)
 
 
-def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:
+def test_one_network_takes_other_structures(model: ProteinMPNNModel) -> None:
     shorter = model.on(piece(10, 20, "long"))
     assert shorter.module is model.module and shorter.names == ["long"] and shorter.facts.max_length == 11
     twice = model.on([piece(10, 20, "long"), piece(12, 20, "long")])
@@ -240,7 +240,7 @@ def test_other_structures_of_the_same_network(model: ProteinMPNNModel) -> None:
     refuses(lambda: model.save_pretrained("folder"), "small is read from its published file")
 
 
-def test_rows_that_do_not_fit(model: ProteinMPNNModel) -> None:
+def test_rows_that_do_not_fit_are_refused(model: ProteinMPNNModel) -> None:
     for row, message in (
         ([0, MASK_ID], "begins with 'A', not with a structure's token .<long>, <short>.: make prompts with"),
         ([MASK_ID] * 3, "begins with '-', not with a structure"),
@@ -329,7 +329,7 @@ def test_mmcif_and_gz_files_equal_pdb_files(name: str, tmp_path: Path) -> None:
             assert getattr(actual, field) == getattr(expected, field), (file, field)
 
 
-def test_mmcif_files_that_are_cut_off(tmp_path: Path) -> None:
+def test_files_that_are_cut_off_load_partly_or_are_refused(tmp_path: Path) -> None:
     gemmi = pytest.importorskip("gemmi")
     source = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
     text = gemmi.read_pdb(str(source)).make_mmcif_document().as_string()
@@ -361,9 +361,9 @@ def test_scores_of_sequences_as_text() -> None:
     assert torch.equal(model.score(row, texts), expected)
     assert torch.equal(model.score(row, f"{texts[0][:5]}:{texts[0][5:].lower()}"), expected[:1])
     tied = model.on(structure, paradec.DesignRules(ties=[(0, 3)]))
-    both = tied.letters(paradec.generate(tied, tied.prompt(), seed=1, temperature=1.0).sequences)[0]
-    assert both[0] == both[3] and tied.score(tied.prompt(), both).shape == (1,)
-    refuses(lambda: tied.score(tied.prompt(), "AAAW" + both[4:]), "different letters: A, W")
+    text = tied.letters(paradec.generate(tied, tied.prompt(), seed=1, temperature=1.0).sequences)[0]
+    assert text[0] == text[3] and tied.score(tied.prompt(), text).shape == (1,)
+    refuses(lambda: tied.score(tied.prompt(), "AAAW" + text[4:]), "different letters: A, W")
 
 
 def test_wrong_arguments_of_score_are_named() -> None:

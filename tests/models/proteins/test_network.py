@@ -48,7 +48,7 @@ def model(request: Any, case: dict[str, Any]) -> ProteinMPNNModel:
 
 
 @replays("case")
-def test_numbers_along_the_chain(case: dict[str, Any]) -> None:
+def test_residue_indices_equal_the_recorded_ones(case: dict[str, Any]) -> None:
     assert structure_of(case).index == case["index"]
 
 
@@ -59,7 +59,7 @@ def test_scores_equal_the_public_code(model: ProteinMPNNModel, case: dict[str, A
     logits = model.module(model.encodings[0], letters, rank_of(score["order"]))
     expected = torch.tensor(score["log_probs"]).exp()
     assert (logits.float().softmax(-1)[0] - expected).abs().max() < 1e-5
-    # letters and order matter with these weights
+    # another order changes the probabilities
     reversed_order = model.module(model.encodings[0], letters, rank_of(score["order"][::-1]))
     assert (reversed_order.float().softmax(-1)[0] - expected).abs().max() > 0.02
 
@@ -89,7 +89,7 @@ def test_designs_have_the_recorded_probabilities(model: ProteinMPNNModel, case: 
     assert all(sample["letters"][i] == structure.sequence[i] for i in fixed)
 
 
-def plain(network: ProteinMPNN, structure: Structure, letters: Tensor, order: list[int]) -> Tensor:
+def plain_decoder(network: ProteinMPNN, structure: Structure, letters: Tensor, order: list[int]) -> Tensor:
     """Return the logits [L, 21] of the decoder by a loop over residues with the paper's messages."""
     encoding, gelu = network.encode(structure), torch.nn.functional.gelu
     features = network.features(structure, network.neighbours, torch.device("cpu"))[0]
@@ -122,7 +122,7 @@ def test_one_call_equals_a_loop_over_residues() -> None:
     letters, order = letters_of(structure.sequence), torch.randperm(len(structure)).tolist()
     with torch.no_grad():
         actual = network(network.encode(structure), letters, rank_of(order))[0]
-        torch.testing.assert_close(actual, plain(network, structure, letters[0], order), rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual, plain_decoder(network, structure, letters[0], order), rtol=0, atol=1e-12)
 
 
 @pytest.mark.full

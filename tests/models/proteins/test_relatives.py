@@ -50,7 +50,7 @@ def test_probabilities_equal_the_public_code(name: str, dtype: torch.dtype) -> N
     model = load_protein_mpnn(weights, structure, dtype=dtype)
     probabilities, expected = predict(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp()
     assert (probabilities - expected).abs().max() < 2e-5  # recorded to five digits of a logarithm
-    # inputs about the structure matter with these weights
+    # atoms and membrane labels change the probabilities
     bare = dataclasses.replace(structure, atoms=None, elements=(), membrane=None)
     difference = (predict(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()
     assert difference > 0.02 if structure.elements or structure.membrane else difference < 2e-5
@@ -59,9 +59,9 @@ def test_probabilities_equal_the_public_code(name: str, dtype: torch.dtype) -> N
 def public_input(structure: Structure, count: int, labels: list[int] | None) -> dict[str, Any]:
     """Build the input of the public network: for every residue the atoms nearest to its CB."""
     letters = torch.tensor([[LETTERS.index(letter) for letter in structure.sequence]])
-    at, mask = structure.coordinates.nan_to_num().float(), structure.complete.float()
-    along, out = at[:, 1] - at[:, 0], at[:, 2] - at[:, 1]
-    cb = -0.58273431 * torch.linalg.cross(along, out) + 0.56802827 * along - 0.54067466 * out + at[:, 1]
+    xyz, mask = structure.coordinates.nan_to_num().float(), structure.complete.float()
+    ca, c = xyz[:, 1] - xyz[:, 0], xyz[:, 2] - xyz[:, 1]  # the bonds N to CA and CA to C
+    cb = -0.58273431 * torch.linalg.cross(ca, c) + 0.56802827 * ca - 0.54067466 * c + xyz[:, 1]
     assert structure.atoms is not None
     near = (cb[:, None] - structure.atoms.float()).square().sum(-1).argsort(1)[:, :count]
     kinds = torch.tensor([ELEMENTS.index(element) + 1 for element in structure.elements], dtype=torch.int64)
@@ -71,7 +71,7 @@ def public_input(structure: Structure, count: int, labels: list[int] | None) -> 
     real[0, :, : near.shape[1]] = 1
     chains = [*dict.fromkeys(structure.chains or ())]
     return {
-        "X": at[None],
+        "X": xyz[None],
         "S": letters,
         "mask": mask[None],
         "chain_mask": torch.ones_like(letters),
@@ -114,13 +114,13 @@ def test_published_weights_give_the_probabilities_of_the_public_code(file: str, 
 def test_unsuitable_labels_and_incomplete_files_are_refused(tmp_path: Path) -> None:
     plain, labelled = structure_of(CASES["bound-two"]), structure_of(CASES["labels"])
     refuses(lambda: load_protein_mpnn(PACKAGED / "small_ligand.pt", labelled), "membrane of bound-two has no meaning")
-    # both membrane models have the same shapes; the name of the published file distinguishes them
+    # the two membrane models have equal shapes; the name of the published file distinguishes them
     named = tmp_path / "global_label_membrane_mpnn_v_48_020.pt"
     named.write_bytes((PACKAGED / "small_membrane.pt").read_bytes())
     refuses(lambda: load_protein_mpnn(named, labelled), r"has the labels \[0, 1, 2\]")
-    both = [dataclasses.replace(plain, membrane=label) for label in (0, 1)]
+    labelled_structures = [dataclasses.replace(plain, membrane=label) for label in (0, 1)]
     order = list(range(len(plain)))
-    out = [predict(load_protein_mpnn(named, structure), order) for structure in both]
+    out = [predict(load_protein_mpnn(named, structure), order) for structure in labelled_structures]
     assert (out[0] - out[1]).abs().max() > 0.02
     # missing labels are 0, like in the public code
     assert torch.equal(out[0], predict(load_protein_mpnn(named, plain), order))
@@ -129,8 +129,8 @@ def test_unsuitable_labels_and_incomplete_files_are_refused(tmp_path: Path) -> N
     refuses(lambda: load_protein_mpnn(tmp_path / "without.pt", plain), "does not hold LigandMPNN:", CheckpointError)
 
 
-def test_ignored_ligand_atoms() -> None:
-    """Hydrogen, molybdenum (like in the public code) and atoms beyond the network's number are ignored."""
+def test_some_ligand_atoms_are_ignored() -> None:
+    """Hydrogen, molybdenum (as in the public code) and atoms beyond the nearest ones of a residue have no effect."""
     structure = structure_of(CASES["bound-ligand"])
     model, order = load_protein_mpnn(PACKAGED / "small_ligand.pt", structure), list(range(len(structure)))
     assert structure.atoms is not None
@@ -167,7 +167,7 @@ def test_invalid_structures_are_refused(changes: dict[str, Any], error: type[Exc
     refuses(lambda: dataclasses.replace(structure_of(CASES["bound-two"]), **changes), message, error)
 
 
-def test_elements_of_files(tmp_path: Path) -> None:
+def test_elements_are_read_from_pdb_files(tmp_path: Path) -> None:
     line = "{:<6}{:5d} {:<4} {:>3} A{:>4}    {:8.3f}{:8.3f}{:8.3f}  1.00  0.00          {:>2}"
     rows = [("ATOM", f" {name:<3}", "ALA", 1, name[0]) for name in ("N", "CA", "C", "O", "CB")]
     rows += [("HETATM", "CA  ", "CA", 2, ""), ("HETATM", " CA ", "LIG", 3, ""), ("HETATM", "FE  ", "HEM", 4, "FE")]

@@ -72,13 +72,13 @@ def test_defaults_come_from_the_checkpoint(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_dtypes(folder: Path, dtype: str) -> None:
+def test_loaded_models_decode_in_each_dtype(folder: Path, dtype: str) -> None:
     model = paradec.load(folder, dtype=dtype)
     assert model.dtype == model.soft_dtype == getattr(torch, dtype)
     assert decode(model).shape == (1, 2 * CANVAS)
 
 
-def test_eager_attention_is_the_same(folder: Path) -> None:
+def test_eager_attention_gives_the_same_tokens(folder: Path) -> None:
     rows = [PROMPT, [30], [*range(40, 60)]]
     plain, eager = (
         paradec.load(folder, dtype="float64"),
@@ -87,7 +87,7 @@ def test_eager_attention_is_the_same(folder: Path) -> None:
     assert torch.equal(decode(plain, rows), decode(eager, rows))
 
 
-def test_saving_and_loading_again(folder: Path, tmp_path: Path) -> None:
+def test_saved_models_decode_alike(folder: Path, tmp_path: Path) -> None:
     model = paradec.load(folder)
     model.save_pretrained(tmp_path / "again")
     repeated = paradec.load(tmp_path / "again")
@@ -109,7 +109,7 @@ def test_saving_and_loading_again(folder: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_wrong_values_are_refused(
+def test_wrong_values_in_files_are_refused(
     folder: Path, tmp_path: Path, file: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(paradec.CheckpointError, match=message) as error:
@@ -172,14 +172,14 @@ def test_images_are_encoded_like_transformers(sees: str | None) -> None:
     assert not torch.equal(ours, module.generate(ids, max_new_tokens=2 * CANVAS, **SHORT).sequences[:, 9:])
 
     rows = [ids[0].tolist(), [6, IMAGE, IMAGE, 7, 30]]
-    beside = decode(model, {"input_ids": rows, **pictures()})
+    batch = decode(model, {"input_ids": rows, **pictures()})
     second = {name: value[1:] for name, value in pictures().items()}
-    assert torch.equal(decode(model, {"input_ids": rows[1], **second})[0], beside[1])
-    last = [rows[0], [30, IMAGE, IMAGE]]  # padded after an image
+    assert torch.equal(decode(model, {"input_ids": rows[1], **second})[0], batch[1])
+    padded = [rows[0], [30, IMAGE, IMAGE]]  # row 1 ends with an image, then padding
     assert torch.equal(
-        decode(model, {"input_ids": last[1], **second})[0], decode(model, {"input_ids": last, **pictures()})[1]
+        decode(model, {"input_ids": padded[1], **second})[0], decode(model, {"input_ids": padded, **pictures()})[1]
     )
-    assert torch.equal(decode(model, {"input_ids": rows, **pictures()}, num_return_sequences=2)[[0, 2]], beside)
+    assert torch.equal(decode(model, {"input_ids": rows, **pictures()}, num_return_sequences=2)[[0, 2]], batch)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_images_are_encoded_like_transformers(sees: str | None) -> None:
     ],
     ids=["no images", "no tokens", "no ids", "unknown"],
 )
-def test_prompts_that_do_not_fit_their_images(prompt: dict[str, Any], message: str) -> None:
+def test_prompts_that_do_not_fit_their_images_are_refused(prompt: dict[str, Any], message: str) -> None:
     refuses(lambda: decode(paradec.wrap(tiny_gemma()), prompt), message, (ValueError, TypeError))
 
 
@@ -205,7 +205,7 @@ def test_models_of_text_alone_refuse_images() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_soft_embeddings_equal_those_of_the_module(dtype: torch.dtype) -> None:
-    """With them, self-conditioning gives bitwise the same logits."""
+    """Self-conditioning with soft embeddings gives bitwise the same logits as the module with logits."""
     module = tiny_gemma(dtype=dtype)
     model = paradec.wrap(module)
     sampler = samplers.create("diffusion_gemma")

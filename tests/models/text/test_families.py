@@ -33,7 +33,7 @@ antibody_model = load_script("benchmarks/antibody_model.py")
 NEW = 11
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 EXACT = {"none", "prefix", "dual", "block"} & set(caches.names())
-"""Caches that are exact on a block-causal model decoded in its own blocks."""
+"""Caches that are exact for block-causal models decoded in blocks of the model's length."""
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17], [18, 19, 20], [21]]
 """Prompts that end inside a block, at the end of a block, inside the first block, and at its first token."""
 
@@ -58,7 +58,7 @@ def model(family: str, loaded: dict[str, Model]) -> Model:
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, Path]) -> dict[str, Any]:
-    """Return transformers' modules with the same weights."""
+    """Return for each family transformers' module with the same weights."""
     modules = {}
     for family, folder in folders.items():
         config_class, module_class = (getattr(transformers, name) for name in MODULES[family])
@@ -87,22 +87,22 @@ def one_shot(module: Any, ids: list[int], block: int = FAMILY_BLOCK) -> Tensor:
 
 
 def shifted(family: str, logits: Tensor) -> Tensor:
-    """Align logits so that row i predicts token i. Fast-dLLM v2's are shifted by one; its first row is used twice."""
+    """Align logits so that row i predicts token i. Fast-dLLM v2's are shifted by one; their first row is repeated."""
     return torch.cat((logits[:1], logits[:-1])) if family == "fast_dllm_v2" else logits
 
 
 CLOSE = {"rtol": 0, "atol": 1e-10}
 
 
-def test_facts(family: str, model: Model) -> None:
+def test_facts_come_from_config_and_tokenizer(family: str, model: Model) -> None:
     facts = model.facts
     assert facts.topology == "block_causal"
     assert facts.block_length == FAMILY_BLOCK
     assert facts.prediction == {"sdar": "same", "fast_dllm_v2": "shifted"}[family]
     assert type(model.module).__name__ == MODULES[family][1]
-    assert facts.mask_token_id == 3  # of the tokenizer: no config.json states it
-    assert set(facts.eos_token_ids) == {"sdar": {0, 2}, "fast_dllm_v2": {2}}[family]  # with the end of a turn
-    # SDAR's config.json has no padding id; Fast-dLLM v2's differs from its tokenizer's and takes precedence
+    assert facts.mask_token_id == 3  # from the tokenizer; config.json has none
+    assert set(facts.eos_token_ids) == {"sdar": {0, 2}, "fast_dllm_v2": {2}}[family]  # end of text and end of turn
+    # SDAR's padding id comes from the tokenizer; Fast-dLLM v2's config.json overrides its tokenizer
     assert facts.pad_token_id == {"sdar": 0, "fast_dllm_v2": 2}[family]
     assert facts.max_length == 64
     assert facts.vocab_size == 32
@@ -113,7 +113,7 @@ def test_facts(family: str, model: Model) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("states_mask", [True, False])
-def test_the_mask_id_is_found(tmp_path: Path, family: str, states_mask: bool) -> None:
+def test_sources_of_the_mask_id(tmp_path: Path, family: str, states_mask: bool) -> None:
     folder = write_family(tmp_path, family)
     write_tokenizer(folder, MASK_NAMES[family], states_mask)  # as mask_token, or only in the vocabulary
     assert paradec.load(folder).facts.mask_token_id == 3
@@ -156,7 +156,7 @@ def test_vocab_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
         ("SDAR-8B-Chat-mine", None), ("my-model", None),
     ],
 )  # fmt: skip
-def test_the_block_of_a_published_name(tmp_path: Path, name: str, expected: int | None) -> None:
+def test_the_block_length_follows_a_published_name(tmp_path: Path, name: str, expected: int | None) -> None:
     folder = write_family(tmp_path / name, "sdar", block_size=...)
     if expected is None:
         with pytest.raises(
@@ -314,22 +314,22 @@ def test_every_sampler_decodes_block_by_block(loaded: dict[str, Model], name: st
         blocks = [entry[1] // FAMILY_BLOCK for step in out.trace.steps for entry in step.commits if entry[0] == row]
         assert blocks == sorted(blocks)
         final = {entry[1] for step in out.trace.steps for entry in step.commits if entry[0] == row}
-        assert len(final) == 7 + -(len(prompt) + 7) % FAMILY_BLOCK  # the last block is whole
+        assert len(final) == 7 + -(len(prompt) + 7) % FAMILY_BLOCK  # the last block is decoded completely
         assert len(blocks) == len(final) or samplers.get(name).needs.revises
     for row in (0, 2):
         alone = paradec.generate(model, [PROMPTS[row]], **request)
         assert out.new_tokens[row].tolist() == alone.new_tokens[0].tolist()
     verdicts = {cache: verdict(samplers.get(name), caches.create(cache), model.facts) for cache in EXACT - {"none"}}
     exact = [cache for cache in sorted(verdicts) if verdicts[cache].status != REFUSED]
-    for turn in (0, 1):  # the caches take turns too
-        other = paradec.generate(model, cache=exact[(2 * MASKED.index(name) + turn) % len(exact)], **batch, **request)
+    for offset in (0, 1):  # two of the caches, in turn
+        other = paradec.generate(model, cache=exact[(2 * MASKED.index(name) + offset) % len(exact)], **batch, **request)
         assert other.new_tokens.tolist() == out.new_tokens.tolist()
         assert other.forwarded_tokens <= out.forwarded_tokens
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("cache", sorted(EXACT))
-def test_guidance(model: Model, plain: dict[str, Any], family: str, cache: str) -> None:
+def test_guided_logits_equal_one_shot_forwards(model: Model, plain: dict[str, Any], family: str, cache: str) -> None:
     sampler = samplers.create("low_confidence")
     state = sampler.start(model, PROMPTS[:2], max_new_tokens=NEW, cache=cache, guidance_scale=2.0)
     with torch.inference_mode():
@@ -338,16 +338,16 @@ def test_guidance(model: Model, plain: dict[str, Any], family: str, cache: str) 
             for query, output in zip(queries, outputs):
                 for index, row in enumerate(map(int, query.rows)):
                     ids = state.canvas[row, : int(state.length[row])].tolist()
-                    blind = [3] * len(PROMPTS[row]) + ids[len(PROMPTS[row]) :]
+                    unconditional = [3] * len(PROMPTS[row]) + ids[len(PROMPTS[row]) :]
                     start, stop = int(state.block_start[row]), int(state.block_end[row])
-                    for branch, tokens in enumerate((ids, blind)):
+                    for branch, tokens in enumerate((ids, unconditional)):
                         expected = shifted(family, one_shot(plain[family], tokens))[start:stop]
                         logits = output[index + branch * len(query.rows), : stop - start]
                         torch.testing.assert_close(logits, expected, **CLOSE)
             sampler.commit(state, proposal)
 
 
-def test_text_and_chat(model: Model) -> None:
+def test_text_and_chat_prompts(model: Model) -> None:
     out = paradec.generate(model, ["w1 w2", "w3"], max_new_tokens=6, cache="prefix")
     assert all(isinstance(text, str) for text in out.text)
     chat = paradec.generate(model, [{"role": "user", "content": "w1 w2"}], max_new_tokens=6)
@@ -369,7 +369,7 @@ def test_block_lengths_that_do_not_divide_are_refused(model: Model, length: int)
 
 
 def test_steps_are_counted_over_whole_and_partial_blocks(model: Model) -> None:
-    # 5 prompt tokens and 11 new ones end in blocks 1 to 3 of length 4
+    # the 11 tokens after a prompt of 5 lie in blocks 1, 2 and 3, of length 4
     out = paradec.generate(
         model, PROMPTS[0], max_new_tokens=11, sampler="low_confidence", steps=3, eos_early_stop=False
     )
@@ -380,14 +380,14 @@ def test_steps_are_counted_over_whole_and_partial_blocks(model: Model) -> None:
 
 def test_rows_with_fewer_blocks_take_all_planned_steps(model: Model) -> None:
     rows, steps = [PROMPTS[0], [*PROMPTS[0], 7]], 5
-    assert [len(row) for row in rows] == [5, 6]  # 3 blocks of 4 and 4 of them
+    assert [len(row) for row in rows] == [5, 6]  # the answers take 3 and 4 blocks
     request: dict[str, Any] = {"max_new_tokens": 11, "sampler": "low_confidence", "eos_early_stop": False}
     out = paradec.generate(model, rows, steps=steps, **request)
     expected = []
     for row, blocks in zip(rows, (3, 4), strict=True):
-        first = 8 - len(row)  # masks of the block that the prompt ends in; the others are whole, the last one too
-        each = -(-steps // blocks)
-        expected.append(min(each, first) + (blocks - 1) * each)
+        first = 8 - len(row)  # masks in the block in which the prompt ends; all others have 4
+        steps_per_block = -(-steps // blocks)
+        expected.append(min(steps_per_block, first) + (blocks - 1) * steps_per_block)
     assert out.row_nfe == expected and min(expected) >= steps
     for index, (row, blocks) in enumerate(zip(rows, (3, 4), strict=True)):
         alone = paradec.generate(model, row, steps=2 * blocks, **request)
@@ -412,7 +412,7 @@ def test_antiberty_knows_antibodies() -> None:
     assert "antiberty" not in sys.modules  # its code is not imported
     ids = torch.tensor(model.tokenizer(" ".join(TRASTUZUMAB))["input_ids"])
     assert len(ids) == len(TRASTUZUMAB) + 2
-    # every residue is masked once: every eighth residue of a row in one call
+    # each residue is masked in one of 8 rows, which mask every eighth residue
     position = torch.arange(len(ids))
     masked = (position % 8 == torch.arange(8).unsqueeze(1)) & (position > 0) & (position < len(ids) - 1)
     rows = ids.repeat(8, 1).masked_fill(masked, model.facts.mask_token_id)

@@ -28,17 +28,17 @@ FORWARDS = [
 
 
 @functools.cache
-def loaded(folder: Path) -> Any:
+def load_model(folder: Path) -> Any:
     facts = read_json(folder / "forwards.json")["facts"]
     return paradec.load(folder, mask_token_id=facts["mask"], block_length=facts["block"])
 
 
 @pytest.fixture(scope="module")
 def llada22() -> Any:
-    return loaded(LLADA22)
+    return load_model(LLADA22)
 
 
-def of_kind(kind: str) -> list[Any]:
+def cases_of_kind(kind: str) -> list[Any]:
     return [
         pytest.param(path, number, id=f"{path.parent.name}-{case['name']}")
         for path in FORWARDS
@@ -48,8 +48,8 @@ def of_kind(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", FORWARDS, ids=lambda path: path.parent.name)
-def test_facts(path: Path) -> None:
-    facts, model = read_json(path)["facts"], loaded(path.parent)
+def test_facts_equal_the_recorded_ones(path: Path) -> None:
+    facts, model = read_json(path)["facts"], load_model(path.parent)
     with replay(f"{path.parent.name}, facts"):
         assert sorted(model.facts.eos_token_ids) == sorted(facts["stops"])
         assert (model.facts.delete_token_id, model.facts.split_token_id) == (facts["delete"], facts["split"])
@@ -68,25 +68,25 @@ def call(model: Any, ids: list[list[int]], start: int = 0, store: Any = None) ->
     return model(query)
 
 
-def recorded(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_case(path: Path, number: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return read_json(path)["cases"][number], read_arrays(path.with_suffix(".safetensors"))
 
 
-@pytest.mark.parametrize(("path", "number"), of_kind("block_causal"))
-def test_forwards(path: Path, number: int) -> None:
-    case, tensors = recorded(path, number)
-    model = loaded(path.parent)
+@pytest.mark.parametrize(("path", "number"), cases_of_kind("block_causal"))
+def test_logits_equal_the_recorded_ones(path: Path, number: int) -> None:
+    case, tensors = read_case(path, number)
+    model = load_model(path.parent)
     with replay(f"{path.parent.name}, {case['name']}"):
         expected, ids = tensors[case["name"]], case["input_ids"]
         alone = call(model, [ids])[0]
-        beside = call(model, [ids[:3], ids, [*ids, *ids]])[1, : len(ids)]
-        assert (alone - expected).abs().max() < 2e-4 and (beside - expected).abs().max() < 2e-4
+        batched = call(model, [ids[:3], ids, [*ids, *ids]])[1, : len(ids)]
+        assert (alone - expected).abs().max() < 2e-4 and (batched - expected).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize(("path", "number"), of_kind("cached"))
-def test_over_a_store(path: Path, number: int) -> None:
-    case, tensors = recorded(path, number)
-    model = loaded(path.parent)
+@pytest.mark.parametrize(("path", "number"), cases_of_kind("cached"))
+def test_logits_over_a_store_equal_the_recorded_ones(path: Path, number: int) -> None:
+    case, tensors = read_case(path, number)
+    model = load_model(path.parent)
     with replay(f"{path.parent.name}, {case['name']}"):
         store = model.make_store(1, 64)
         for each in case["calls"]:
@@ -94,11 +94,11 @@ def test_over_a_store(path: Path, number: int) -> None:
             assert (actual - tensors[each["logits"]]).abs().max() < 2e-4
 
 
-@pytest.mark.parametrize(("path", "number"), of_kind("router"))
-def test_routers(path: Path, number: int) -> None:
-    case, tensors = recorded(path, number)
+@pytest.mark.parametrize(("path", "number"), cases_of_kind("router"))
+def test_routing_equals_the_recorded_one(path: Path, number: int) -> None:
+    case, tensors = read_case(path, number)
     with replay(f"{path.parent.name}, {case['name']}"):
-        assert_routed(loaded(path.parent), case, tensors)
+        assert_routed(load_model(path.parent), case, tensors)
 
 
 def assert_routed(llada22: Any, case: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -135,7 +135,7 @@ def test_partial_blocks_are_refused(llada22: Any) -> None:
     ({"delete_token_id": 96}, "delete_token_id=96"),
     ({"split_token_id": "x"}, "split_token_id='x'"),
 ])  # fmt: skip
-def test_fields_that_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_wrong_fields_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     folder = tmp_path / "LLaDA2.2-mini"
     shutil.copytree(LLADA22, folder)
     config = json.loads((folder / "config.json").read_text()) | fields

@@ -32,7 +32,7 @@ from paradec.core.query import Query, StoreCall
 from paradec.models.adapter import Model
 
 TOLERANCE = 2e-4
-"""Tolerance of the golden logits in float32. The smallest of several deliberate mistakes changes them by 4e-2."""
+"""For the golden logits in float32. Each of several deliberate mistakes changes them by 4e-2 or more."""
 MODULES = {
     "llada2-tiny": "Glm4MoeForCausalLM",
     "llada-moe-tiny": "Qwen3MoeForCausalLM",
@@ -41,7 +41,7 @@ MODULES = {
 BLOCK_CAUSAL = ("llada2-tiny", "sdar-moe-tiny")
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17], [18, 19, 20], [21]]
 EXACT = sorted({"prefix", "dual", "block"} & set(caches.names()))
-"""Caches that are exact on a block-causal model decoded in its own blocks."""
+"""Caches that are exact for block-causal models decoded in blocks of the model's length."""
 
 
 @pytest.fixture(params=MOE_NAMES)
@@ -74,7 +74,7 @@ def edit_copy(folder: Path, name: str, weights: dict[str, Tensor] | None = None,
     return folder
 
 
-def blocks(case: dict[str, Any], length: int) -> Tensor:
+def block_causal_mask(case: dict[str, Any], length: int) -> Tensor:
     """Return the attention mask [1, T, T]. Blocks are counted from column 0, not by position ids."""
     block = torch.arange(length) // case["block_length"]
     return (block[:, None] >= block[None, :]).unsqueeze(0)
@@ -86,7 +86,7 @@ def logits_of(model: Model, case: dict[str, Any]) -> Tensor:
     positions = torch.tensor(case["position_ids"]) if "position_ids" in case else torch.arange(length).expand_as(ids)
     valid = visible = None
     if case["kind"] == "block_causal":
-        visible = None if "position_ids" not in case else blocks(case, length).expand(rows, -1, -1)
+        visible = None if "position_ids" not in case else block_causal_mask(case, length).expand(rows, -1, -1)
     elif case["kind"] == "padded":
         valid = torch.tensor(case["attention_mask"]).bool()
     elif model.facts.topology == "block_causal":
@@ -94,7 +94,7 @@ def logits_of(model: Model, case: dict[str, Any]) -> Tensor:
     return model(Query(rows=np.arange(rows), tokens=ids, positions=positions, valid=valid, visible=visible))
 
 
-def test_facts(checkpoint: Path) -> None:
+def test_facts_equal_the_recorded_ones(checkpoint: Path) -> None:
     model, facts, name = golden_moe(checkpoint), moe_forwards(checkpoint)["facts"], moe_format(checkpoint)
     with replay(f"{checkpoint.name}, facts"):
         assert type(model.module) is getattr(transformers, MODULES[name])
@@ -117,7 +117,7 @@ def parametrize_kinds(*kinds: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("checkpoint", "kind"), parametrize_kinds("full", "block_causal", "padded"))
-def test_logits(checkpoint: Path, kind: str) -> None:
+def test_logits_equal_the_recorded_ones(checkpoint: Path, kind: str) -> None:
     expected = tensors(checkpoint)
     for case in cases(checkpoint, kind):
         with replay(f"{checkpoint.name}, {case['name']}"):
@@ -128,7 +128,7 @@ def test_logits(checkpoint: Path, kind: str) -> None:
             assert difference.max() < TOLERANCE, case["name"]
 
 
-def test_logits_of_unequal_rows_in_one_batch(checkpoint: Path) -> None:
+def test_padded_batches_give_the_recorded_logits(checkpoint: Path) -> None:
     expected, mask = tensors(checkpoint), moe_forwards(checkpoint)["facts"]["mask"]
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases(checkpoint, "full", "block_causal"):
@@ -155,7 +155,7 @@ def test_logits_of_unequal_rows_in_one_batch(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(("checkpoint", "kind"), parametrize_kinds("cached"))
-def test_logits_over_a_store(checkpoint: Path, kind: str) -> None:
+def test_logits_over_a_store_equal_the_recorded_ones(checkpoint: Path, kind: str) -> None:
     expected = tensors(checkpoint)
     for case in cases(checkpoint, kind):
         with replay(f"{checkpoint.name}, {case['name']}"):
@@ -172,12 +172,12 @@ def test_logits_over_a_store(checkpoint: Path, kind: str) -> None:
                 assert (actual - expected[call["logits"]]).abs().max() < TOLERANCE, call["logits"]
 
 
-def test_hidden_states_and_routing(checkpoint: Path) -> None:
+def test_hidden_states_and_routing_equal_the_recorded_ones(checkpoint: Path) -> None:
     model, expected = golden_moe(checkpoint), tensors(checkpoint)
     close = {"rtol": 0, "atol": 5e-5}
     for hidden in cases(checkpoint, "hidden"):
         with replay(f"{checkpoint.name}, {hidden['name']}"):
-            seen = outputs_of(model, hidden, dict(enumerate(model.module.model.layers)))
+            seen = inputs_and_outputs(model, hidden, dict(enumerate(model.module.model.layers)))
             names = hidden["tensors"]
             for index, key in enumerate(names[:-1]):
                 torch.testing.assert_close(seen[index][0], expected[key], **close)
@@ -186,7 +186,7 @@ def test_hidden_states_and_routing(checkpoint: Path) -> None:
         with replay(f"{checkpoint.name}, {router['name']}"):
             block: Any = model.module.model.layers[router["layer"]].mlp
             source = router if "input_ids" in router else cases(checkpoint, "hidden")[0]
-            seen = outputs_of(model, source, {"gate": block.gate, "block": block})
+            seen = inputs_and_outputs(model, source, {"gate": block.gate, "block": block})
             wanted = {key.split("router_")[-1]: expected[key] for key in router["tensors"]}
             logits, weights, indices = seen["gate"][1]
             width = wanted["input"].shape[-1]
@@ -198,14 +198,14 @@ def test_hidden_states_and_routing(checkpoint: Path) -> None:
             torch.testing.assert_close(weights.gather(-1, order), wanted["weights"], **close)
 
 
-def outputs_of(model: Model, case: dict[str, Any], modules: dict[Any, Any]) -> dict[Any, Any]:
+def inputs_and_outputs(model: Model, case: dict[str, Any], modules: dict[Any, Any]) -> dict[Any, Any]:
     seen: dict[Any, Any] = {}
 
-    def keep(name: Any) -> Any:
+    def record(name: Any) -> Any:
         return lambda module, args, output: seen.update({name: (args[0], output)})
 
     modules = modules | {"norm": model.module.model.norm}
-    hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    hooks = [module.register_forward_hook(record(name)) for name, module in modules.items()]
     try:
         logits_of(model, case | {"kind": "full"})
     finally:
@@ -218,7 +218,7 @@ def outputs_of(model: Model, case: dict[str, Any], modules: dict[Any, Any]) -> d
 @pytest.mark.parametrize(
     ("name", "sampler"), [*((name, "threshold") for name in MOE_NAMES), ("llada2-tiny", "editing")]
 )
-def test_rows_alone_and_caches(name: str, sampler: str) -> None:
+def test_batches_and_exact_caches_do_not_change_the_tokens(name: str, sampler: str) -> None:
     model = golden_moe(name, "float64")
     width = max(map(len, PROMPTS))
     ids, mask = torch.full((len(PROMPTS), width), 30), torch.zeros(len(PROMPTS), width, dtype=torch.long)
@@ -239,7 +239,7 @@ def test_rows_alone_and_caches(name: str, sampler: str) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_types(name: str, dtype: str) -> None:
+def test_every_dtype_decodes(name: str, dtype: str) -> None:
     model = golden_moe(name, dtype)
     assert model.dtype == getattr(torch, dtype)
     assert model.module.config._experts_implementation == ("eager" if dtype == "float64" else "grouped_mm")
@@ -251,7 +251,7 @@ def test_types(name: str, dtype: str) -> None:
 
 
 def test_sizes_without_a_grouped_matrix_product(tmp_path: Path) -> None:
-    """Rows that are not multiples of 16 bytes are computed by the loop over experts."""
+    """If rows of the weights are not multiples of 16 bytes, transformers' loop over the experts is used."""
     config = small_config("sdar-moe-tiny")
     folder = edit_copy(tmp_path, "sdar-moe-tiny", small_weights("sdar-moe-tiny", config), **config)
     answers = []
@@ -294,53 +294,53 @@ REFUSED: list[tuple[str, str, Any]] = [
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "field", "value"), REFUSED)
-def test_fields_that_are_refused(tmp_path: Path, name: str, field: str, value: Any) -> None:
+def test_unsupported_fields_are_refused(tmp_path: Path, name: str, field: str, value: Any) -> None:
     folder = edit_copy(tmp_path, name, **{field: value})
     with pytest.raises(paradec.CheckpointError, match=field) as error:
         paradec.load(folder, **{key: given for key, given in moe_facts(name).items() if key != field})
     assert "\n" not in str(error.value)
 
 
-FOLLOWED = [
+CHANGING = [
     ("llada2-tiny", "rope_theta", 10000),
     ("llada-moe-tiny", "rms_norm_eps", 1e-2),
     ("sdar-moe-tiny", "norm_topk_prob", False),
 ]
 
 
-@pytest.mark.parametrize(("name", "field", "value"), FOLLOWED)
-def test_fields_that_are_followed(tmp_path: Path, name: str, field: str, value: Any) -> None:
+@pytest.mark.parametrize(("name", "field", "value"), CHANGING)
+def test_fields_that_change_the_logits(tmp_path: Path, name: str, field: str, value: Any) -> None:
     model = paradec.load(edit_copy(tmp_path, name, **{field: value}), **moe_facts(name))
     case = cases(name, "full")[0]
     assert (logits_of(model, case) - tensors(name)[case["name"]]).abs().max() > 1e-2
 
 
-def naive_mixture(name: str, config: dict[str, Any], weights: dict[str, Tensor], place: str, x: Tensor) -> Tensor:
-    """Compute a layer of experts by the published rule, token by token, in float64."""
+def naive_mixture(name: str, config: dict[str, Any], weights: dict[str, Tensor], prefix: str, x: Tensor) -> Tensor:
+    """Compute a layer of experts by the published rule, token by token, in float64. x: [N, hidden] -> same shape."""
 
-    def expert(at: str, token: Tensor) -> Tensor:
-        gate, up, down = (weights[f"{place}{at}.{part}_proj.weight"].double() for part in ("gate", "up", "down"))
+    def expert(path: str, token: Tensor) -> Tensor:
+        gate, up, down = (weights[f"{prefix}{path}.{part}_proj.weight"].double() for part in ("gate", "up", "down"))
         return down @ (torch.nn.functional.silu(gate @ token) * (up @ token))
 
-    chosen, rows = config["num_experts_per_tok"], []
+    num_selected, rows = config["num_experts_per_tok"], []
     for token in x.double():
-        logits = weights[f"{place}gate.weight"].double() @ token
+        logits = weights[f"{prefix}gate.weight"].double() @ token
         if name == "llada2-tiny":
             scores = logits.sigmoid()
-            ranked = scores + weights[f"{place}gate.expert_bias"].double()
+            ranked = scores + weights[f"{prefix}gate.expert_bias"].double()
             groups = ranked.view(config["n_group"], -1)
             best = groups.sort(-1, descending=True).values[:, :2].sum(-1).argsort(descending=True)
             for group in best[config["topk_group"] :].tolist():
                 groups[group] = -torch.inf
         else:
             ranked = scores = logits.softmax(-1)
-        taken = ranked.argsort(descending=True)[:chosen].tolist()
-        share = scores[taken]
+        selected = ranked.argsort(descending=True)[:num_selected].tolist()
+        shares = scores[selected]
         if name == "llada2-tiny":
-            share = share * config["routed_scaling_factor"] / (share.sum() if chosen > 1 else 1)
+            shares = shares * config["routed_scaling_factor"] / (shares.sum() if num_selected > 1 else 1)
         elif name == "sdar-moe-tiny" and config["norm_topk_prob"]:
-            share = share / share.sum()
-        row = sum(weight * expert(f"experts.{index}", token) for weight, index in zip(share, taken, strict=True))
+            shares = shares / shares.sum()
+        row = sum(weight * expert(f"experts.{index}", token) for weight, index in zip(shares, selected, strict=True))
         rows.append(row + expert("shared_experts", token) if name == "llada2-tiny" else row)
     return torch.stack(rows)
 
@@ -358,7 +358,7 @@ def naive_mixture(name: str, config: dict[str, Any], weights: dict[str, Tensor],
         ("sdar-moe-tiny", {"norm_topk_prob": False, "num_experts_per_tok": 4}),
     ],
 )
-def test_routing_as_config_json_says(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
+def test_routing_follows_config_json(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
     folder = edit_copy(tmp_path, name, **fields)
     model = paradec.load(folder, dtype="float64", **moe_facts(name))
     config = json.loads((folder / "config.json").read_text())
@@ -370,7 +370,7 @@ def test_routing_as_config_json_says(tmp_path: Path, name: str, fields: dict[str
     torch.testing.assert_close(routed, expected, rtol=0, atol=1e-5)  # routers use float32
 
 
-@pytest.mark.parametrize("architectures", [["LLaDAMoEModel"], ["LLaDAMoEModelLM"], None])  # None: by its experts
+@pytest.mark.parametrize("architectures", [["LLaDAMoEModel"], ["LLaDAMoEModelLM"], None])
 def test_llada_moe_is_distinguished_from_llada(tmp_path: Path, architectures: Any) -> None:
     folder = edit_copy(tmp_path, "llada-moe-tiny", architectures=architectures)
     assert type(paradec.load(folder, mask_token_id=95).module).__name__ == "Qwen3MoeForCausalLM"
@@ -387,7 +387,7 @@ def test_llada_moe_is_distinguished_from_llada(tmp_path: Path, architectures: An
         ("mine", None),
     ],
 )
-def test_the_block_of_a_release(tmp_path: Path, release: str, block: int | None) -> None:
+def test_the_block_length_follows_the_release_name(tmp_path: Path, release: str, block: int | None) -> None:
     folder = edit_copy(tmp_path / release, "llada2-tiny", mask_token_id=95)
     if block is None:
         refuses(lambda: paradec.load(folder), r"states its block length", paradec.CheckpointError)
@@ -397,7 +397,7 @@ def test_the_block_of_a_release(tmp_path: Path, release: str, block: int | None)
 
 
 def test_end_tokens_of_llada2(tmp_path: Path) -> None:
-    """config.json has none: they are the tokenizer's (or else the padding token) and the end of a turn."""
+    """Without eos_token_id in config.json: the end token of the tokenizer (or the padding token), and <|role_end|>."""
 
     def ends(folder: Path) -> tuple[int, ...]:
         return paradec.load(folder, **moe_facts("llada2-tiny")).facts.eos_token_ids
@@ -416,30 +416,30 @@ def test_end_tokens_of_llada2(tmp_path: Path) -> None:
 
 
 @pytest.mark.thinned
-def test_an_expert_count_that_does_not_fit_the_files(name: str, tmp_path: Path) -> None:
-    has = json.loads((MOE / name / "config.json").read_text())["num_experts"]
+def test_expert_counts_that_do_not_fit_the_files_are_refused(name: str, tmp_path: Path) -> None:
+    stored = json.loads((MOE / name / "config.json").read_text())["num_experts"]
 
-    def refused(folder: Path, message: str) -> None:
+    def check(folder: Path, message: str) -> None:
         with pytest.raises(paradec.CheckpointError, match=message) as error:
             paradec.load(folder, **moe_facts(name))
         assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
-    for count in (2 * has, 10**9 // has * has):
+    for count in (2 * stored, 10**9 // stored * stored):
         folder = edit_copy(tmp_path / str(count), name, num_experts=count)
-        refused(folder, f"do not fit config.json: {count} experts, but layer . holds {has}$")
+        check(folder, f"do not fit config.json: {count} experts, but layer . holds {stored}$")
     weights = load_file(MOE / name / "model.safetensors")
-    kept = {key: value for key, value in weights.items() if "layers.2.mlp.experts.3." not in key}
-    refused(edit_copy(tmp_path / "hole", name, kept), f"{has} experts, but layer 2 holds {has - 1}")
-    kept = {key: value for key, value in weights.items() if "layers.2.mlp.experts.3.up_proj" not in key}
-    refused(edit_copy(tmp_path / "part", name, kept), "missing weights: model.layers.2.mlp.experts.3.up_proj.weight$")
+    reduced = {key: value for key, value in weights.items() if "layers.2.mlp.experts.3." not in key}
+    check(edit_copy(tmp_path / "hole", name, reduced), f"{stored} experts, but layer 2 holds {stored - 1}")
+    reduced = {key: value for key, value in weights.items() if "layers.2.mlp.experts.3.up_proj" not in key}
+    check(edit_copy(tmp_path / "part", name, reduced), "missing weights: model.layers.2.mlp.experts.3.up_proj.weight$")
     key = "model.layers.1.mlp.experts.0.gate_proj.weight"
     wrong = weights | {key: weights[key][:-1].clone()}
-    refused(edit_copy(tmp_path / "shape", name, wrong), rf"mismatched weights: {key} \[")
-    stacked = torch.stack([weights[f"model.layers.1.mlp.experts.{index}.up_proj.weight"] for index in range(has)])
+    check(edit_copy(tmp_path / "shape", name, wrong), rf"mismatched weights: {key} \[")
+    stacked = torch.stack([weights[f"model.layers.1.mlp.experts.{index}.up_proj.weight"] for index in range(stored)])
     trained = weights | {"model.layers.1.mlp.experts.up_proj": stacked}
-    refused(edit_copy(tmp_path / "trained", name, trained), "in the training form.*layers.1.mlp.experts.up_proj")
-    seeing = weights | {"model.language_model.norm.weight": weights["model.norm.weight"].clone()}
-    refused(edit_copy(tmp_path / "seeing", name, seeing), "of a model with pictures")
+    check(edit_copy(tmp_path / "trained", name, trained), "in the training form.*layers.1.mlp.experts.up_proj")
+    multimodal = weights | {"model.language_model.norm.weight": weights["model.norm.weight"].clone()}
+    check(edit_copy(tmp_path / "seeing", name, multimodal), "of a model with pictures")
 
 
 LLAMA = {
@@ -465,7 +465,7 @@ def write_diffcoder(folder: Path, **fields: Any) -> tuple[Path, Any]:
     return folder, module
 
 
-def test_stable_diffcoder(tmp_path: Path) -> None:
+def test_stable_diffcoder_is_block_causal(tmp_path: Path) -> None:
     folder, module = write_diffcoder(tmp_path / "Stable-DiffCoder-8B-Instruct")
     model = paradec.load(folder, mask_token_id=5)
     facts = model.facts
@@ -498,7 +498,7 @@ def test_fields_of_stable_diffcoder_that_are_refused(tmp_path: Path, field: str,
     assert "\n" not in refuses(lambda: paradec.load(folder, mask_token_id=5), field, paradec.CheckpointError)
 
 
-def test_multimodal_llada_checkpoints(tmp_path: Path) -> None:
+def test_multimodal_llada_checkpoints_decode_like_llada(tmp_path: Path) -> None:
     """MMaDA and Lumina-DiMOO are LLaDA with image codes in a longer vocabulary."""
     source = GOLDEN / "llada-tiny"
     expected = paradec.generate(paradec.load(source), [5, 6, 7], max_new_tokens=8).new_tokens

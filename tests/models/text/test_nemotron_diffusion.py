@@ -1,8 +1,7 @@
-"""Nemotron-Labs-Diffusion against recordings in `tests/golden/autumn/nld`: forwards of transformers' module in all
-three modes (float32), and traces of the published loops over that module.
+"""Nemotron-Labs-Diffusion against recordings in `tests/golden/autumn/nld`.
 
-Calls have the reference's tokens, one row at a time. The reference may predict the mask id, paradec never does; no
-trace depends on it.
+The recordings are float32 forwards of transformers' module in all three modes, and traces of the published loops. Each
+call evaluates one row. The published loops may predict the mask id, which paradec never does; no recorded trace does.
 """
 
 import copy
@@ -49,11 +48,11 @@ def model_of(folder: Path, topology: str | None = None, dtype: str = "float64") 
     return paradec.load(folder, topology=topology, dtype=dtype, mask_token_id=mask)
 
 
-def some() -> Model:
+def first_model() -> Model:
     return model_of(FOLDERS[0])
 
 
-def prompts(model: Model, lengths: tuple[int, ...] = (5, 1, 9)) -> list[list[int]]:
+def make_prompts(model: Model, lengths: tuple[int, ...] = (5, 1, 9)) -> list[list[int]]:
     special = {model.facts.mask_id, *model.facts.eos_token_ids}
     usual = [token for token in range(20, model.facts.vocab_size) if token not in special]
     return [usual[7 * row : 7 * row + length] for row, length in enumerate(lengths)]
@@ -69,7 +68,7 @@ def forwards() -> list[Any]:
 
 
 @pytest.mark.parametrize("path", sorted({param.values[0] for param in forwards()}), ids=lambda path: path.parent.name)
-def test_facts(path: Path) -> None:
+def test_facts_equal_the_recorded_ones(path: Path) -> None:
     facts, model = read_json(path)["facts"], model_of(path.parent)
     with replay(f"{path.parent.name}, facts"):
         assert model.facts.mask_id == facts["mask"] and facts["eos"] in model.facts.eos_token_ids
@@ -77,17 +76,17 @@ def test_facts(path: Path) -> None:
         assert read_json_unrecorded(path.parent / "config.json")["bos_token_id"] == facts["bos"]
 
 
-def evaluate(model: Model, ids: list[int], start: int, store: Any, sees: Any, keeps: bool, **extra: Any) -> Tensor:
-    """Return the logits [T, V] of one call. sees: attention mask [T, T], True for full, None for the model's own."""
+def evaluate(model: Model, ids: list[int], start: int, store: Any, mask: Any, is_stored: bool, **extra: Any) -> Tensor:
+    """Return the logits [T, V] of one call. mask: attention mask [T, T]; True: full; None: the model's default."""
     tokens, width = torch.tensor([ids]), len(ids)
     positions = torch.arange(start, start + width)[None]
     common: dict[str, Any] = {"rows": np.array([0]), "tokens": tokens, "positions": positions}
     if store is not None:
-        slots = positions if keeps else torch.full_like(positions, -1)
-        common["store"] = StoreCall(torch.tensor([0]), slots, np.array([0]), start + (width if sees is None else 0))
-    if sees is not None:
+        slots = positions if is_stored else torch.full_like(positions, -1)
+        common["store"] = StoreCall(torch.tensor([0]), slots, np.array([0]), start + (width if mask is None else 0))
+    if mask is not None:
         full = torch.ones(1, width, width, dtype=torch.bool)
-        common["visible"] = full if sees is True else sees[None]
+        common["visible"] = full if mask is True else mask[None]
     query: Query
     if model.facts.topology == "causal":
         query = CausalQuery(**common, index=np.array([0]))
@@ -96,7 +95,7 @@ def evaluate(model: Model, ids: list[int], start: int, store: Any, sees: Any, ke
     return (model(query) if store is None else model(query, store))[0]
 
 
-def calls_of(model: Model, folder: Path, case: dict[str, Any]) -> Tensor:
+def logits_of_case(model: Model, folder: Path, case: dict[str, Any]) -> Tensor:
     ids, count = case["input_ids"], len(case["input_ids"])
     if case["kind"] == "block_causal":
         return evaluate(model, ids, 0, None, None, False, origin=torch.tensor([[case["origin"]]]))
@@ -108,14 +107,14 @@ def calls_of(model: Model, folder: Path, case: dict[str, Any]) -> Tensor:
     is_causal = model.facts.topology == "causal"
     for call in case["before"]:
         size = len(call["input_ids"])
-        sees = None if is_causal else True if not call["causal"] else causal_mask(size)
-        evaluate(model, call["input_ids"], start, store, sees, True)
+        mask = None if is_causal else True if not call["causal"] else causal_mask(size)
+        evaluate(model, call["input_ids"], start, store, mask, True)
         start += size
-    sees = None if is_causal else True if not case["causal"] else causal_mask(count)
+    mask = None if is_causal else True if not case["causal"] else causal_mask(count)
     if not case["adapter"]:
-        return evaluate(model, ids, start, store, sees, is_causal)
+        return evaluate(model, ids, start, store, mask, is_causal)
     with model.own_drafts.adapter.apply_to(model.module):
-        return evaluate(model, ids, start, store, sees, is_causal)
+        return evaluate(model, ids, start, store, mask, is_causal)
 
 
 def causal_mask(size: int) -> Tensor:
@@ -124,7 +123,7 @@ def causal_mask(size: int) -> Tensor:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("path", "number"), forwards())
-def test_forwards(path: Path, number: int) -> None:
+def test_forwards_equal_the_recorded_ones(path: Path, number: int) -> None:
     folder, case = path.parent, read_json(path)["cases"][number]
     plain = all(call["causal"] for call in case["before"]) and case.get("causal")
     modes = ["block_causal"] if case["kind"] == "block_causal" else [None, "causal"] if plain else [None]
@@ -132,14 +131,14 @@ def test_forwards(path: Path, number: int) -> None:
     later = [other["name"] for other in read_json_unrecorded(path)["cases"][number + 1 :]]
     with replay(f"{folder.name}, {case['name']}{' (earlier)' * (case['name'] in later)}"):
         if case["name"] in later:
-            raise Refused("the file of tensors holds those of a later case of this name")
+            raise Refused("forwards.safetensors holds the tensors of a later case with this name")
         for mode in modes:
-            outputs = calls_of(model_of(folder, mode, "float32"), folder, case)
+            outputs = logits_of_case(model_of(folder, mode, "float32"), folder, case)
             torch.testing.assert_close(outputs, expected, atol=2e-4, rtol=0)
 
 
 def traces(mode: str) -> list[Any]:
-    """List recordings of one mode: greedy ones, and those whose uniform numbers can be replayed."""
+    """List the recorded traces of one mode."""
     result = []
     for path in sorted(golden("autumn").glob("nld/traces/*.json")):
         if read_json_unrecorded(path)["mode"] == mode:
@@ -148,12 +147,12 @@ def traces(mode: str) -> list[Any]:
 
 
 def cache_params(actual: list[Any]) -> list[Any]:
-    """Pair every recording with both caches. By default each setting runs on one checkpoint; caches alternate."""
+    """Pair every recording with both caches. Most pairs run only in full test runs."""
     models, cases = sorted({read_json_unrecorded(param.values[0])["model"] for param in actual}), []
     for number, param in enumerate(actual):
         (path,) = param.values
-        for turn, cache in enumerate(("none", "block")):
-            runs = (number + models.index(read_json_unrecorded(path)["model"])) % 2 == 0 and number // 2 % 2 == turn
+        for i, cache in enumerate(("none", "block")):
+            runs = (number + models.index(read_json_unrecorded(path)["model"])) % 2 == 0 and number // 2 % 2 == i
             marks = () if runs else (pytest.mark.full,)
             cases.append(pytest.param(path, cache, id=f"{param.id}-{cache}", marks=marks))
     return cases
@@ -163,43 +162,43 @@ def replayed_cases(path: Path, trace: dict[str, Any]) -> list[tuple[str, dict[st
     return [(f"{path.stem}, case {number}", case) for number, case in enumerate(trace["cases"])]
 
 
-def ends(trace: dict[str, Any]) -> bool:
+def has_end_tokens(trace: dict[str, Any]) -> bool:
     return trace["settings"].get("eos", 0) is not None
 
 
-def replaying_sampler(name: str, state_of: list[Any], **settings: Any) -> Any:
-    """Create a masked sampler that draws with recorded numbers: one for a seed, otherwise one for every mask."""
+def replaying_sampler(name: str, numbers: list[float], **settings: Any) -> Any:
+    """Create a masked sampler that draws with recorded numbers and removes those that it uses.
+    A step that seeds a block with its first token uses one number; other steps use one for each mask."""
     cls: Any = samplers.get(name)
 
     @dataclass(frozen=True)
-    class Fed(cls):  # type: ignore[misc]
+    class Replaying(cls):  # type: ignore[misc]
         def weighs_mask(self, state: Any) -> bool:
             return True
 
         def draw_tokens(self, state: Any, logits: Tensor, query: Any, generator: Any) -> Tensor:
             masks = (state.window.read(state.canvas) == state.mask_id)[0].nonzero()[:, 0].tolist()
-            seeds = state.seeding is not None and bool(state.seeding[0])
+            is_seeding = state.seeding is not None and bool(state.seeding[0])
             uniform = torch.full(logits.shape[:2], 0.5, dtype=torch.float64)
-            for column in masks[:1] if seeds else masks:
-                uniform[0, column] = state_of.pop(0)
+            for column in masks[:1] if is_seeding else masks:
+                uniform[0, column] = numbers.pop(0)
             return draw(logits.double().softmax(-1), uniform)
 
-    return Fed(**settings)
+    return Replaying(**settings)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("path", traces("ar"))
-def test_the_causal_mode(path: Path) -> None:
+def test_causal_traces(path: Path) -> None:
     trace = read_json(path)
     model = model_of(find_checkpoint(trace["model"], "autumn"), "causal")
     temperature = trace["settings"].get("temperature", 0.0)
     for name, case in replayed_cases(path, trace):
         with replay_with_margin(name, case):
-            request = {"max_new_tokens": case["max_new_tokens"], "eos_early_stop": ends(trace)}
+            request = {"max_new_tokens": case["max_new_tokens"], "eos_early_stop": has_end_tokens(trace)}
             sampler = samplers.create("sjd", window=1)
             state = sampler.start(model, [case["prompt_ids"]], **request, temperature=temperature)
             numbers = iter([*case.get("uniforms", []), *[0.5] * case["max_new_tokens"]])
-            # every token is drawn with a recorded number
             state.uniform = lambda rows, at, count, *others, numbers=numbers: torch.full(
                 (*at.shape, count), next(numbers), dtype=torch.float64
             )
@@ -213,52 +212,52 @@ def test_the_causal_mode(path: Path) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("path", "cache"), cache_params(traces("diffusion")))
-def test_blocks(path: Path, cache: str) -> None:
+def test_block_diffusion_traces(path: Path, cache: str) -> None:
     trace = read_json(path)
     settings = trace["settings"]
     threshold, block = settings["threshold"], settings["block"]
     context = settings.get("causal_context", True)
     model = model_of(find_checkpoint(trace["model"], "autumn"), None if context else "block_causal")
     by_count = threshold is None or threshold > 1
-    name, given = ("low_confidence", {}) if by_count else ("threshold", {"threshold": threshold})
+    name, extra = ("low_confidence", {}) if by_count else ("threshold", {"threshold": threshold})
     for label, case in replayed_cases(path, trace):
         with replay_with_margin(label, case):
             numbers = [*case.get("uniforms", []), *[0.5] * 99]
             sampler = (
-                replaying_sampler(name, numbers, **given) if "uniforms" in case else samplers.create(name, **given)
+                replaying_sampler(name, numbers, **extra) if "uniforms" in case else samplers.create(name, **extra)
             )
             new, begin = case["max_new_tokens"], len(case["prompt_ids"])
             request: dict[str, Any] = {"steps": new} if by_count else {}
-            request |= {"blocks": paradec.FixedBlocks(block), "cache": cache, "eos_early_stop": ends(trace)}
+            request |= {"blocks": paradec.FixedBlocks(block), "cache": cache, "eos_early_stop": has_end_tokens(trace)}
             request["temperature"] = settings.get("temperature", 0.0)
             state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=new, **request)
-            made, evaluated, scores = [], [], []
+            commits, evaluated, scores = [], [], []
             while not state.done:
                 before = state.canvas.clone()
                 proposal = sampler.step(model, state)
                 scores.append(scores_of(sampler.commit(state, proposal))[0])
                 evaluated.append(int(proposal.cost.queries[0].forwarded[0]))
-                written = (state.canvas[0] != before[0]).nonzero()[:, 0].tolist()
-                made.append({(at, int(state.canvas[0, at])) for at in written})
-            theirs, width, confidences = [], [], []
+                changed = (state.canvas[0] != before[0]).nonzero()[:, 0].tolist()
+                commits.append({(column, int(state.canvas[0, column])) for column in changed})
+            recorded, width, confidences = [], [], []
             for step in case["steps"]:
                 if "step" in step:
-                    theirs.append({(at, token) for at, token in step["commit"]})
+                    recorded.append({(column, token) for column, token in step["commit"]})
                     width.append(block)
-                    confidences.append(dict(zip((at for at, _ in step["commit"]), step["conf"], strict=True)))
+                    confidences.append(dict(zip((column for column, _ in step["commit"]), step["conf"], strict=True)))
                 elif step["seed"] != model.facts.mask_id:
-                    theirs.append({(begin + step["block"] * block, step["seed"])})
+                    recorded.append({(begin + step["block"] * block, step["seed"])})
                     width.append(begin if not step["block"] else block)
                     confidences.append({})
             if state.stopped[0]:  # the rest is padding
-                made, theirs = (
-                    [{one for one in step if one[0] < state.end[0]} for step in steps] for steps in (made, theirs)
+                commits, recorded = (
+                    [{c for c in step if c[0] < state.end[0]} for step in steps] for steps in (commits, recorded)
                 )
-                assert not any(theirs[len(made) :])
-                theirs, width = theirs[: len(made)], width[: len(made)]
-            assert made == theirs
-            for one, other, written in zip(scores, confidences, made, strict=False):
-                assert all(abs(one[at] - other[at]) < 2e-4 for at, _ in written if at in other)
+                assert not any(recorded[len(commits) :])
+                recorded, width = recorded[: len(commits)], width[: len(commits)]
+            assert commits == recorded
+            for actual, expected, changed in zip(scores, confidences, commits, strict=False):
+                assert all(abs(actual[at] - expected[at]) < 2e-4 for at, _ in changed if at in expected)
             assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
             if cache == "block" and model.facts.topology == "causal_context":
                 assert evaluated == width
@@ -281,8 +280,9 @@ METHODS = ["threshold", "credit", "klass", "editing", "low_confidence"]
 @pytest.mark.parametrize("sampler", METHODS)
 @pytest.mark.parametrize("cache", ["none", "block"])
 def test_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> None:
-    model, request = some(), {"sampler": sampler, "temperature": 0.7, "seed": 3, "max_new_tokens": NEW, "logprobs": 1}
-    rows = prompts(model)
+    model = first_model()
+    request = {"sampler": sampler, "temperature": 0.7, "seed": 3, "max_new_tokens": NEW, "logprobs": 1}
+    rows = make_prompts(model)
     together = paradec.generate(model, rows, cache=cache, **request)
     plain = paradec.generate(model, rows, **request)
     assert together.new_tokens.tolist() == plain.new_tokens.tolist()
@@ -295,19 +295,19 @@ def test_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> Non
 
 
 def test_the_first_token_of_a_block_is_causal() -> None:
-    model = some()
+    model = first_model()
     causal = paradec.generate(
-        model_of(FOLDERS[0], "causal"), prompts(model), sampler="jacobi", temperature=0, max_new_tokens=NEW
+        model_of(FOLDERS[0], "causal"), make_prompts(model), sampler="jacobi", temperature=0, max_new_tokens=NEW
     )
     for sampler in METHODS:
         blocks = paradec.FixedBlocks(1)
-        output = paradec.generate(model, prompts(model), sampler=sampler, blocks=blocks, max_new_tokens=NEW)
+        output = paradec.generate(model, make_prompts(model), sampler=sampler, blocks=blocks, max_new_tokens=NEW)
         assert output.new_tokens.tolist() == causal.new_tokens.tolist()
 
 
-def test_holes_and_guidance() -> None:
-    model = some()
-    mask, (row,) = model.facts.mask_id, prompts(model, (3,))
+def test_infilling_keeps_tokens_between_masks() -> None:
+    model = first_model()
+    mask, (row,) = model.facts.mask_id, make_prompts(model, (3,))
     block = model.facts.block_length
     holes = [*row, *[mask] * block, 40, *[mask] * (block + 1), 41, mask]
     for request in ({}, {"guidance_scale": 1.5}):
@@ -317,8 +317,8 @@ def test_holes_and_guidance() -> None:
         ]
         assert actual[0].sequences.tolist() == actual[1].sequences.tolist()
         assert mask not in actual[0].sequences
-        kept = [at for at, token in enumerate(holes) if token != mask]
-        assert [int(actual[0].sequences[0, at]) for at in kept] == [holes[at] for at in kept]
+        fixed = [column for column, token in enumerate(holes) if token != mask]
+        assert actual[0].sequences[0, fixed].tolist() == [holes[column] for column in fixed]
 
 
 @pytest.mark.parametrize(
@@ -332,9 +332,9 @@ def test_holes_and_guidance() -> None:
     ],
 )
 def test_unsupported_requests_are_refused(request_: dict[str, Any], message: str) -> None:
-    model = some()
+    model = first_model()
     with pytest.raises(ValueError, match=message):
-        paradec.generate(model, prompts(model), **{"sampler": "credit", "max_new_tokens": NEW} | request_)
+        paradec.generate(model, make_prompts(model), **{"sampler": "credit", "max_new_tokens": NEW} | request_)
 
 
 def test_facts_come_from_the_files(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_facts_come_from_the_files(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
     ],
 )
-def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     config = json.loads((FOLDERS[0] / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     (tmp_path / "model.safetensors").write_bytes((FOLDERS[0] / "model.safetensors").read_bytes())
@@ -371,19 +371,19 @@ def test_configs_that_are_refused(tmp_path: Path, change: dict[str, Any], messag
 
 
 def test_wrapped_modules_decode_like_loaded_ones() -> None:
-    model = some()
+    model = first_model()
     facts: dict[str, Any] = {"mask_token_id": model.facts.mask_id, "prediction": "same", "topology": "causal_context"}
     facts["block_length"] = model.facts.block_length
     wrapped = paradec.wrap(copy.deepcopy(model.module), **facts, block_align="prompt")
     request = {"sampler": "credit", "cache": "block", "max_new_tokens": NEW, "eos_early_stop": False}
-    answers = [paradec.generate(each, prompts(model), **request).new_tokens.tolist() for each in (model, wrapped)]
+    answers = [paradec.generate(each, make_prompts(model), **request).new_tokens.tolist() for each in (model, wrapped)]
     assert answers[0] == answers[1]
     refuses(lambda: paradec.wrap(copy.deepcopy(model.module), **facts), "block_align='absolute'.*'prompt'")
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("topology", [None, "causal", "block_causal"])
-def test_saved_and_loaded_again(tmp_path: Path, topology: str | None) -> None:
+def test_saving_keeps_facts_and_adapter(tmp_path: Path, topology: str | None) -> None:
     model_of(FOLDERS[0], topology).save_pretrained(tmp_path)
     saved, source = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, FOLDERS[0]))
     assert saved.keys() == source.keys()

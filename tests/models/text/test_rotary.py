@@ -38,12 +38,12 @@ SCALED = {
 @pytest.mark.parametrize("name", TABLES)
 @replays("name")
 def test_angles_equal_the_recorded_tables(name: str) -> None:
-    """Modules built from config.json have the recorded angles. Angles that depend on other rows are refused."""
+    """Modules built from config.json have the recorded angles. Scalings that depend on other rows are refused."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     case = TABLES[name]
-    if "rope_parameters" not in case:  # NLD's scale of queries, by position
+    if "rope_parameters" not in case:  # the scale of Nemotron's queries, by position
         positions, original = np.array(case["positions"]), case["original_max_position_embeddings"]
         np.testing.assert_allclose(1 + case["beta"] * np.log1p(positions // original), case["scale"], rtol=1e-6)
         return
@@ -62,8 +62,8 @@ def test_angles_equal_the_recorded_tables(name: str) -> None:
     assert module.attention_scaling == pytest.approx(case["attention_factor"], rel=1e-6)
     # processors round powers differently, which changes the last bit of a frequency
     rounding = 1e-6 + positions[:, None] * module.inv_freq * 2.0**-23
-    for one, expected in zip(module(torch.zeros(1), positions[None]), (case["cos"], case["sin"]), strict=True):
-        assert ((one[0, :, : case["head_dim"] // 2] - torch.tensor(expected)).abs() < rounding).all()
+    for actual, expected in zip(module(torch.zeros(1), positions[None]), (case["cos"], case["sin"]), strict=True):
+        assert ((actual[0, :, : case["head_dim"] // 2] - torch.tensor(expected)).abs() < rounding).all()
 
 
 def checkpoint(folder: Path, family: str, **fields: Any) -> Path:
@@ -98,7 +98,7 @@ def test_families_scale_their_angles(family: str, kind: str, tmp_path: Path) -> 
 
 
 def test_rope_theta_replaces_the_base(tmp_path: Path) -> None:
-    """`rope_theta=` replaces the value in every field of config.json. Rows beyond the trained length give a warning."""
+    """`rope_theta=` replaces the value of config.json and allows rows beyond the trained length, with a warning."""
     folder = checkpoint(tmp_path / "plain", "llada", max_sequence_length=12)
     raised = paradec.load(folder, rope_theta=77.0, dtype="float64")
     stated = paradec.load(checkpoint(tmp_path / "stated", "llada", rope_theta=77.0), dtype="float64")
@@ -132,13 +132,13 @@ def test_causal_models_with_length_dependent_angles_cache_no_keys(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "place",
+    "fields",
     [{"block_size": 1}, {"block_size": 3}, {"architectures": ["IDLMForCausalLM"]}, {"_name_or_path": "x/I-DLM-8B"}],
 )
-def test_i_dlm_is_refused(place: dict[str, Any], tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "some", "sdar", **place)
+def test_i_dlm_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "some", "sdar", **fields)
     refuses(lambda: paradec.load(folder), "means I-DLM", paradec.CheckpointError)
     named = checkpoint(tmp_path / "I-DLM-8B-Instruct", "sdar")
     refuses(lambda: paradec.load(named, block_length=4), "means I-DLM", paradec.CheckpointError)
-    if "block_size" in place:
+    if "block_size" in fields:
         assert paradec.load(folder, block_length=3).facts.block_length == 3

@@ -1,4 +1,4 @@
-"""Requests of an evaluation harness to a model, and recipes. lm-evaluation-harness is not needed."""
+"""The adapter of a model to lm-evaluation-harness, and recipes. The harness itself is not needed."""
 
 import json
 import math
@@ -50,11 +50,11 @@ def test_answers_end_at_stop_strings_and_lengths(packaged64: Model) -> None:
 def test_answers_are_cached_in_order_and_counted(packaged64: Model, batch: int) -> None:
     cached = []
 
-    class Keeping(HarnessModel):
+    class RecordingModel(HarnessModel):
         def keep(self, *entry: Any) -> None:
             cached.append(entry)
 
-    lm = Keeping(packaged64, batch_size=batch, max_new_tokens=6)
+    lm = RecordingModel(packaged64, batch_size=batch, max_new_tokens=6)
     texts = ["Sort: pear fig apple", "Copy: kiwi", "Reverse: kiwi goat fox", "Copy: fig pear"]
     entries = [(lm.apply_chat_template([{"role": "user", "content": text}]), {"until": []}) for text in texts]
     answers = lm.generate_until(as_requests(*entries)) + lm.generate_until(as_requests(entries[0]))
@@ -111,20 +111,20 @@ def test_log_likelihoods_have_errors_and_greedy_flags(packaged64: Model, batch: 
     pairs = [(lm.tok_encode(chat), lm.tok_encode(answer)) for answer in answers]
     expected = list(log_likelihoods(packaged64, pairs, samples=4, stratum=2, seed=3))
     assert [value for value, _ in actual] == pytest.approx([one.value for one in expected], abs=1e-9)
-    errors, said = sorted(one.error for one in expected), lm.get_model_info()["log_likelihoods"]
+    errors, info = sorted(one.error for one in expected), lm.get_model_info()["log_likelihoods"]
     assert errors[0] == 0 < errors[2]
-    assert (said["median_standard_error"], said["largest_standard_error"]) == pytest.approx((errors[2], errors[4]))
-    assert said["judged"] == 5 and said["forwards"] == sum(one.forwards for one in expected) == 17
-    assert said["without_a_standard_error"] == 0 and (said["samples"], said["stratum"]) == (4, 2)
+    assert (info["median_standard_error"], info["largest_standard_error"]) == pytest.approx((errors[2], errors[4]))
+    assert info["judged"] == 5 and info["forwards"] == sum(one.forwards for one in expected) == 17
+    assert info["without_a_standard_error"] == 0 and (info["samples"], info["stratum"]) == (4, 2)
     alone = HarnessModel(packaged64, mc_num=2, mc_batch=2, check_greedy=False)
     score_pairs(alone, *((chat, answer) for answer in answers[1:4]))
-    said = alone.get_model_info()["log_likelihoods"]  # of one stratum there is no error, and no number that JSON lacks
-    assert (said["median_standard_error"], said["largest_standard_error"]) == (0, 0)
-    assert said["without_a_standard_error"] == 2
+    info = alone.get_model_info()["log_likelihoods"]  # one stratum gives no error; the report has 0 for NaN
+    assert (info["median_standard_error"], info["largest_standard_error"]) == (0, 0)
+    assert info["without_a_standard_error"] == 2
 
 
 def test_a_rendered_chat_gets_no_first_token() -> None:
-    class Words:  # the tokenizer of a causal model, which adds a first token
+    class WordTokenizer:  # like that of a causal model, it adds a first token
         bos_token_id, eos_token_id, unk_token_id, chat_template = 1, 2, None, "yes"
 
         def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
@@ -134,7 +134,7 @@ def test_a_rendered_chat_gets_no_first_token() -> None:
             return "s " + " ".join(turn["content"] for turn in chat)
 
     model = wrap_kind("Llama causal")
-    lm = HarnessModel(paradec.wrap(model.module, tokenizer=Words(), topology="causal", eos_token_id=2))
+    lm = HarnessModel(paradec.wrap(model.module, tokenizer=WordTokenizer(), topology="causal", eos_token_id=2))
     chat = lm.apply_chat_template([{"role": "user", "content": "four letters"}])
     assert lm.tok_encode("four letters") == [1, 7, 10] and lm.tok_encode(chat) == [4, 7, 10]
     assert lm._encode_pair(chat, " go") == ([4, 7, 10], [5])
@@ -151,29 +151,29 @@ def test_long_contexts_are_cut_on_the_left(packaged64: Model) -> None:
     with pytest.warns(UserWarning, match="a context of 5 tokens is cut to its last 4"):
         ((value, _),) = score_pairs(lm, ("kiwi goat fox pear fig", " apple kiwi"))
     assert value == expected
-    with warnings.catch_warnings():  # what is as long as the model takes is whole
+    with warnings.catch_warnings():  # entries of the maximum length are not cut
         warnings.simplefilter("error")
         assert score_pairs(lm, ("goat fox pear fig", " apple kiwi"))[0][0] == expected
         entry, _ = lm._build_entry("goat fox pear fig", {"max_gen_toks": 2})
         assert (entry["prompt"], entry["max_new_tokens"]) == (pair[0], 2)
     with pytest.warns(UserWarning, match="cut to its last 3"):
         assert lm._build_entry("goat fox pear fig", {"max_gen_toks": 3})[0]["prompt"] == pair[0][1:]
-    for ask in (
+    for call in (
         lambda: lm.generate_until(as_requests(("kiwi goat", {"max_gen_toks": 6}))),
         lambda: score_pairs(lm, ("kiwi", " goat fox pear fig apple kiwi")),
     ):
         with pytest.raises(ValueError, match="max_length=6 leaves no room"):
-            ask()
+            call()
 
 
-def test_a_task_s_constraint_says_where_an_answer_ends(packaged64: Model) -> None:
+def test_constraints_and_stop_strings_of_a_task_apply_together(packaged64: Model) -> None:
     lm = HarnessModel(packaged64, batch_size=2, max_new_tokens=8)
     prompt = lm.apply_chat_template([{"role": "user", "content": "Sort: pear fig apple"}])
     task = {"until": ["fig"], "constraint": {"regex": "pear [a-z]+ fig"}}
     assert lm.generate_until(as_requests((prompt, task), (prompt, {"until": []}))) == ["pear apple ", "apple fig pear"]
 
 
-def test_decoded_choices(packaged64: Model) -> None:
+def test_choices_by_constrained_decoding(packaged64: Model) -> None:
     lm, scoring = HarnessModel(packaged64, choices="decode"), HarnessModel(packaged64)
     sort, copy = (
         lm.apply_chat_template([{"role": "user", "content": text}])
@@ -200,7 +200,7 @@ def no_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "paradec.tools.evaluation.harness", raising=False)
 
 
-def test_what_is_missing_is_named(no_harness: None) -> None:
+def test_a_missing_harness_is_named(no_harness: None) -> None:
     with pytest.raises(ModuleNotFoundError, match=r"install paradec's extra 'eval'"):
         running.evaluate(Recipe(tasks=("gsm8k",)))
     shown = CliRunner().invoke(cli.app, ["eval", "--tasks", "gsm8k"])
@@ -210,27 +210,27 @@ def test_what_is_missing_is_named(no_harness: None) -> None:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_complete_and_dry_run(path: Path, no_harness: None) -> None:
     recipe = Recipe.load(path)
-    said = running.plan(recipe)
-    assert said["recipe"] == recipe.to_dict() and Recipe(**{**said["recipe"], "tasks": recipe.tasks}) == recipe
-    assert said["tasks_known"] is None and "were not checked" in said["missing"][0]
+    info = running.plan(recipe)
+    assert info["recipe"] == recipe.to_dict() and Recipe(**{**info["recipe"], "tasks": recipe.tasks}) == recipe
+    assert info["tasks_known"] is None and "were not checked" in info["missing"][0]
     assert recipe.about
-    assert (recipe.model is None) is ("total" in said["memory"]) is ("unknown" not in said["memory"])
-    json.dumps(said)
+    assert (recipe.model is None) is ("total" in info["memory"]) is ("unknown" not in info["memory"])
+    json.dumps(info)
 
 
-def test_a_preset_stands_beside_its_recipe(tmp_path: Path) -> None:
+def test_presets_are_found_next_to_their_recipe(tmp_path: Path) -> None:
     klass = paradec.samplers.create("klass", history=1)
     Request(sampler=klass, max_new_tokens=12).save(tmp_path / "tuned.json")
     (tmp_path / "mine.yaml").write_text("tasks: [a]\npreset: tuned.json\nrequest: {max_new_tokens: 9}\n")
     recipe = Recipe.load(tmp_path / "mine.yaml")
     assert recipe.method() == klass and recipe.preset == str(tmp_path / "tuned.json")
-    said, request = request_from_arguments({"max_new_tokens": 9}, recipe.preset, seed=3)
+    info, request = request_from_arguments({"max_new_tokens": 9}, recipe.preset, seed=3)
     assert (request.sampler, request.max_new_tokens, request.seed) == (klass, 9, 3)
-    assert set(said) == {"sampler", "max_new_tokens", "seed"}
+    assert set(info) == {"sampler", "max_new_tokens", "seed"}
 
 
 @pytest.mark.parametrize(
-    ("of_task", "fields"),
+    ("task_settings", "fields"),
     [
         ({}, {"temperature": 0.0}),
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
@@ -241,6 +241,6 @@ def test_a_preset_stands_beside_its_recipe(tmp_path: Path) -> None:
         ({"num_beams": 1}, {"temperature": 0.0}),
     ],
 )
-def test_fields_of_a_task(of_task: dict[str, Any], fields: dict[str, Any]) -> None:
-    assert generation_fields(of_task) == (fields, [])
-    assert generation_fields({**of_task, "until": "stop"}) == (fields, ["stop"])
+def test_task_settings_become_request_fields(task_settings: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert generation_fields(task_settings) == (fields, [])
+    assert generation_fields({**task_settings, "until": "stop"}) == (fields, ["stop"])

@@ -56,7 +56,7 @@ def test_aup_by_hand() -> None:
     # weights: w(78) = exp(-3 * 2/80), w(80) = 1
     expected = 80 + 0.5 * 1 * (80 + 78 * math.exp(-0.075)) + 0.5 * 2 * (76 * math.exp(-0.15) + 78 * math.exp(-0.075))
     assert aup([(4.0, 76.0), (1.0, 80.0), (2.0, 78.0)]) == pytest.approx(expected, rel=1e-12)
-    # points more than five below the slowest setting are excluded; exactly five are included
+    # settings more than five points of accuracy below the slowest one are excluded
     assert aup([(1.0, 80.0), (9.0, 74.9)]) == 80
     assert aup([(1.0, 80.0), (9.0, 75.0)]) == pytest.approx(80 + 0.5 * 8 * (80 + 75 * math.exp(-3 * 5 / 80)))
     # a faster setting better than the slowest one, and a best accuracy of another sampler
@@ -96,7 +96,7 @@ def without_times(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_seeds_and_blocks_match_generate(packaged: Model) -> None:
-    """Random draws; and rows with unequal numbers of blocks, whose steps are divided by the largest number."""
+    """Seeded draws are equal. Rows with unequal numbers of blocks divide their steps by the largest number."""
     facts = packaged.facts
     model = paradec.wrap(
         packaged.module, tokenizer=packaged.tokenizer, mask_token_id=facts.mask_token_id, prediction="same",
@@ -109,8 +109,8 @@ def test_seeds_and_blocks_match_generate(packaged: Model) -> None:
     request = {"max_new_tokens": 12, "seed": 5}
     actual = evaluation.compare(model, questions=questions, names=[warm, few], batch=6, **request)
     drawn = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request)
-    spread = paradec.generate(model, prompts, sampler="low_confidence", steps=4, **request)
-    for result, output in zip(actual.results[1:], (drawn, spread), strict=True):
+    stepwise = paradec.generate(model, prompts, sampler="low_confidence", steps=4, **request)
+    for result, output in zip(actual.results[1:], (drawn, stepwise), strict=True):
         assert (result.row_calls, result.tokens) == (sum(output.row_nfe), sum(output.tokens))
     reseeded = paradec.generate(model, prompts, sampler="factor", temperature=2.0, **request | {"seed": 1})
     assert (sum(reseeded.row_nfe), sum(reseeded.tokens)) != (sum(drawn.row_nfe), sum(drawn.tokens))
@@ -152,7 +152,7 @@ def test_answers_and_lost_tokens_are_recorded(packaged: Model, small: Comparison
             out = paradec.generate(packaged, text, sampler=method, **quick)
             expected = {"text": out.text, "right": question.right(out.text), "nfe": out.nfe, "tokens": out.tokens[0]}
             assert answer == expected, name
-    assert any(small.lost(result) for result in small.results)  # else the test shows nothing
+    assert any(small.lost(result) for result in small.results)  # otherwise the test checks nothing
     rows = small.to_dict()["results"]
     for row in rows:
         pairs = list(enumerate(zip(rows[0]["answers"], row["answers"], strict=True)))
@@ -166,7 +166,7 @@ def test_answers_and_lost_tokens_are_recorded(packaged: Model, small: Comparison
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_a_table_is_read_back(format_: str) -> None:
+def test_tables_can_be_read_back(format_: str) -> None:
     rows = [["a|b", "x_1 & 5%", "1.0"], ["\\back{s}", 'say "a, b"\nc', "#2"]]
     text = FORMATS[format_](["one", "two", "right %"], rows)
     if format_ == "csv":
@@ -221,7 +221,7 @@ def test_interrupted_comparisons_resume(packaged: Model, small: Comparison) -> N
     with pytest.raises(paradec.Interrupted) as caught:
         evaluation.compare(packaged, questions=questions, batch=4, resume=gap, progress=stop_after(1), **SMALL)
     assert [r.configuration for r in caught.value.output.results] == [r.configuration for r in gap.results]
-    # so do results of other samplers than this run's
+    # results of samplers that this run does not measure survive too
     base = evaluation.compare(packaged, questions=questions, batch=8, resume=small, **SMALL | {"names": "factor"})
     assert without_times(base.to_dict()) == without_times(small.to_dict())
     with pytest.raises(ValueError, match="max_new_tokens=12"):
@@ -243,11 +243,11 @@ def test_padding_forwards_are_counted(packaged: Model, small: Comparison) -> Non
             num_padding += sum(position >= end for position in first_positions)
         assert result.padding_forwards == num_padding
     schedule = next(result for result in small.results if result.configuration.name == "low_confidence")
-    assert schedule.padding_forwards == schedule.row_calls - schedule.tokens > 0  # one token a forward
+    assert schedule.padding_forwards == schedule.row_calls - schedule.tokens > 0  # one token per forward
     assert small.baseline.padding_forwards == 0
 
 
-def test_caches_are_compared_too(packaged: Model) -> None:
+def test_comparisons_with_a_cache(packaged: Model) -> None:
     questions = evaluation.packaged_questions("shuffle", limit=4)
     arguments: dict[str, Any] = {"questions": questions, "names": "threshold", "max_new_tokens": 16, "batch": 4}
     actual = evaluation.compare(packaged, cache="dual", block_length=4, **arguments)
@@ -256,7 +256,7 @@ def test_caches_are_compared_too(packaged: Model) -> None:
     assert actual.baseline.forwarded_tokens < plain.baseline.forwarded_tokens
 
 
-def test_custom_prompts(packaged: Model, tmp_path: Path) -> None:
+def test_prompts_from_a_file(packaged: Model, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     lines = [
         {"prompt": "Sort: pear fig apple", "answer": "apple fig  pear"},
@@ -279,7 +279,7 @@ def test_custom_prompts(packaged: Model, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no-such-task"):
         evaluation.read_questions(file, tasks=["no-such-task"])
     file.write_text("\n".join(json.dumps({"prompt": str(k), "answer": f"{k}\n\nfig owl"}) for k in range(7)))
-    few = evaluation.read_questions(file, limit=3)  # at even distances
+    few = evaluation.read_questions(file, limit=3)  # every second line
     assert [question.prompt for question in few] == ["0", "2", "4"]
     is_right = {"\n2\n\nfig  owl\n": True, "2 \n\nfig owl": True, "2\nfig owl": False, "2 fig owl": False}
     assert {text: few[1].right(text) for text in is_right} == is_right, "lines count, and spaces around words do not"
@@ -291,17 +291,17 @@ def test_constraints_of_all_prompts_and_of_single_lines(packaged: Model, tmp_pat
     lines[1] |= {"prompt": "Copy: kiwi fig", "constraint": {"choice": ["kiwi fig", "fig kiwi"]}}
     file.write_text("\n".join(json.dumps(line) for line in lines))
     questions = evaluation.read_questions(file)
-    every = paradec.Regex("[a-z]+ owl")
-    request: dict[str, Any] = {"questions": questions, "max_new_tokens": 6, "constraint": every}
+    shared = paradec.Regex("[a-z]+ owl")
+    request: dict[str, Any] = {"questions": questions, "max_new_tokens": 6, "constraint": shared}
     actual = evaluation.compare(packaged, names="low_confidence", defaults=True, batch=3, **request)
     for result in actual.results:
         texts = [answer["text"] for answer in result.answers or ()]
         assert texts[0].endswith(" owl") and texts[1] in ("kiwi fig", "fig kiwi") and texts[2].endswith(" owl")
-    assert actual.setup["constraint"] == {"regex": every.pattern}
+    assert actual.setup["constraint"] == {"regex": shared.pattern}
     with pytest.raises(ValueError, match="constraint="):
         evaluation.compare(packaged, names="threshold", resume=actual, **request | {"constraint": None})
     with pytest.warns(UserWarning, match="wino is left out: .*replaces decided tokens"):
-        evaluation.compare(packaged, questions=questions[:1], defaults=True, max_new_tokens=4, constraint=every)
+        evaluation.compare(packaged, questions=questions[:1], defaults=True, max_new_tokens=4, constraint=shared)
 
 
 def run(*arguments: object) -> Any:
@@ -311,7 +311,7 @@ def run(*arguments: object) -> Any:
 FEW = ("--tasks", "copy,shuffle", "--limit", 2, "--samplers", "factor", "--batch", 4, "--max-new-tokens", 12)
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PARADEC_DEBUG", raising=False)
     file = tmp_path / "results.json"
     result = run(*FEW, "--out", file)
@@ -354,7 +354,7 @@ class Mine(MaskedSampler):
 """
 
 
-def test_samplers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samplers_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samplers.registry, "_targets", dict(samplers.registry._targets))
     file, out = tmp_path / "own.py", tmp_path / "results.json"
     file.write_text(OWN)
@@ -382,7 +382,7 @@ def test_samplers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert repeated.exit_code == 0 and {*measured} == {"mine_of_a_file", "mine_of_a_file(all_of_them=True)"}
 
 
-def test_the_plot(small: Comparison, tmp_path: Path) -> None:
+def test_the_plot_is_written(small: Comparison, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from paradec.tools.evaluation.plot import frontier
 

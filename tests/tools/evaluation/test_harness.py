@@ -47,7 +47,7 @@ def test_the_entry_point_is_the_model() -> None:
     assert EntryPoint("paradec", points["paradec"], "lm_eval.models").load() is ParadecLM
 
 
-def test_arguments_of_the_command_line_are_the_model_s() -> None:
+def test_arguments_of_the_harness_s_command_line() -> None:
     create = lm_eval.api.registry.get_model("paradec").create_from_arg_string
     lm = create("sampler=klass,history=3,max_new_tokens=4", {"batch_size": "2", "device": None})
     assert lm.request.to_dict()["sampler"]["history"] == 3 and lm.batch_size == 2
@@ -57,8 +57,8 @@ def test_exact_match_equals_compare_at_every_batch_size(packaged64: Model) -> No
     limit, tasks = 6, tuple(f"paradec_{task}" for task in SOME)
     # `compare` draws prompts of all lengths, but the harness takes the first ones. Give both the first ones.
     questions = [question for task in SOME for question in evaluation.packaged_questions(task)[:limit]]
-    of_compare = evaluation.compare(packaged64, questions=questions, names=["threshold"], batch=4).baseline
-    expected = {f"paradec_{task}": right / count for task, (right, count) in of_compare.tasks.items()}
+    baseline = evaluation.compare(packaged64, questions=questions, names=["threshold"], batch=4).baseline
+    expected = {f"paradec_{task}": right / count for task, (right, count) in baseline.tasks.items()}
     spent, texts = [], []
     for batch in (1, 5):
         recipe = Recipe(tasks=tasks, limit=limit, batch=batch)
@@ -69,25 +69,25 @@ def test_exact_match_equals_compare_at_every_batch_size(packaged64: Model) -> No
         assert actual["met"]["chat"] and actual["met"]["dtype"] == "float64"
         assert actual["recipe"]["batch"] == batch and actual["met"]["versions"]["lm_eval"]
     assert texts[0] == texts[1] and spent[0] == spent[1]
-    assert spent[0]["row_calls"] == of_compare.row_calls and spent[0]["tokens"] == of_compare.tokens
+    assert spent[0]["row_calls"] == baseline.row_calls and spent[0]["tokens"] == baseline.tokens
     json.dumps(actual)
 
 
 @pytest.mark.full
 def test_packaged_tasks_score_like_compare(packaged64: Model) -> None:
-    of_compare = evaluation.compare(packaged64, names=["threshold"], batch=16).baseline
+    baseline = evaluation.compare(packaged64, names=["threshold"], batch=16).baseline
     actual = evaluate_module.evaluate(Recipe(tasks=("paradec",), batch=16), model=packaged64, bootstrap_iters=0)
-    for task, (right, count) in of_compare.tasks.items():
+    for task, (right, count) in baseline.tasks.items():
         assert actual["results"][f"paradec_{task}"]["exact_match,none"] == right / count
-    assert actual["groups"]["paradec"]["exact_match,none"] == pytest.approx(of_compare.accuracy())
+    assert actual["groups"]["paradec"]["exact_match,none"] == pytest.approx(baseline.accuracy())
 
 
-def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_from_its_cache(packaged64: Model, tmp_path: Path) -> None:
     recipe = Recipe(tasks=("paradec_copy",), limit=5, batch=2)
     full = evaluate_module.evaluate(recipe, model=packaged64, log_samples=True)
     answered = 0
 
-    class Impatient(ParadecLM):
+    class InterruptingLM(ParadecLM):
         def set_cache_hook(self, cache_hook: Any) -> None:
             super().set_cache_hook(cache_hook)
             keep = cache_hook.add_partial
@@ -104,7 +104,7 @@ def test_an_interrupted_run_goes_on_from_its_cache(packaged64: Model, tmp_path: 
     arguments: dict[str, Any] = {"tasks": ["paradec_copy"], "task_manager": manager, "limit": 5}
     arguments |= {"apply_chat_template": True, "use_cache": str(tmp_path / "answers"), "bootstrap_iters": 0}
     with pytest.raises(KeyboardInterrupt):
-        lm_eval.simple_evaluate(Impatient(packaged64, batch_size=2), **arguments)
+        lm_eval.simple_evaluate(InterruptingLM(packaged64, batch_size=2), **arguments)
     lm = ParadecLM(packaged64, batch_size=2)
     actual = lm_eval.simple_evaluate(lm, **arguments)
     assert lm.spent.answers == 2
@@ -152,7 +152,7 @@ def test_rolling_log_likelihoods_sum_their_windows(packaged64: Model) -> None:
     lm = ParadecLM(packaged64, likelihood="chain", max_length=5)
     ids = lm.tok_encode("kiwi goat fox pear fig apple")
     assert len(ids) == 6
-    windows = [([lm.prefix_token_id], ids[:4]), (ids[1:4], ids[4:])]  # 5 tokens each, none judged twice
+    windows = [([lm.prefix_token_id], ids[:4]), (ids[1:4], ids[4:])]  # at most 5 tokens each, each scored once
     expected = sum(actual.value for actual in log_likelihoods(packaged64, windows, method="chain"))
     entry: Any = SimpleNamespace(args=("kiwi goat fox pear fig apple",))
     assert lm.loglikelihood_rolling([entry])[0] == pytest.approx(expected, abs=1e-9)

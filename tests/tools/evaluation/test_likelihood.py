@@ -32,7 +32,7 @@ def mask_positions(row: list[int], positions: Any, mask: int) -> list[int]:
 
 
 def expectation(model: Model, row: list[int], begin: int) -> float:
-    """Return the bound by a plain loop over all numbers and positions of masks."""
+    """Return the likelihood bound, by a plain loop over all numbers and positions of masks."""
     length, total = len(row) - begin, 0.0
     for size in range(1, length + 1):
         subsets = list(itertools.combinations(range(begin, len(row)), size))
@@ -42,14 +42,14 @@ def expectation(model: Model, row: list[int], begin: int) -> float:
     return total
 
 
-def judge(model: Model, context: list[int] = CONTEXT, continuation: list[int] = CONTINUATION, **how: Any) -> Likelihood:
+def score(model: Model, context: list[int] = CONTEXT, continuation: list[int] = CONTINUATION, **how: Any) -> Likelihood:
     return next(log_likelihoods(model, [(context, continuation)], **how))
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_all_maskings_give_the_expectation(prediction: str) -> None:
     model = tiny(1, prediction=prediction)
-    actual = judge(model, samples=15)
+    actual = score(model, samples=15)
     assert (actual.variance, actual.samples, actual.forwards) == (0.0, 15, 15)
     assert actual.value == pytest.approx(expectation(model, CONTEXT + CONTINUATION, len(CONTEXT)), abs=1e-9)
 
@@ -63,25 +63,25 @@ def test_all_orders_have_the_expectation_as_their_mean() -> None:
             log_p = distributions(model, mask_positions(row, order[step:], MASK))
             total += log_p[position, row[position]].item()
         chains.append(total)
-    assert np.mean(chains) == pytest.approx(judge(model, samples=15).value, abs=1e-9)
-    assert judge(model, method="chain").value == pytest.approx(chains[0], abs=1e-9)
-    backwards = judge(model, method="chain", order="right_to_left")
+    assert np.mean(chains) == pytest.approx(score(model, samples=15).value, abs=1e-9)
+    assert score(model, method="chain").value == pytest.approx(chains[0], abs=1e-9)
+    backwards = score(model, method="chain", order="right_to_left")
     assert backwards.value == pytest.approx(chains[-1], abs=1e-9)
     assert (backwards.variance, backwards.forwards, backwards.samples) == (0.0, 4, 1)
-    drawn = judge(model, method="chain", order="random", samples=64)
+    drawn = score(model, method="chain", order="random", samples=64)
     assert drawn.value == pytest.approx(np.mean(chains), abs=4 * drawn.error) and 0 < drawn.error < np.std(chains)
 
 
-def test_draws_estimate_the_expectation_and_their_variance() -> None:
+def test_random_maskings_estimate_the_bound_and_their_variance() -> None:
     model = tiny(1)
     truth = expectation(model, CONTEXT + CONTINUATION, len(CONTEXT))
-    actual = [judge(model, samples=12, stratum=2, seed=seed) for seed in range(60)]
+    actual = [score(model, samples=12, stratum=2, seed=seed) for seed in range(60)]
     values, variances = np.array([f.value for f in actual]), np.array([f.variance for f in actual])
     assert abs(values.mean() - truth) < 4 * values.std(ddof=1) / math.sqrt(len(values))
     assert 0.6 < variances.mean() / values.var(ddof=1) < 1.6
     # Student's t with 5 degrees of freedom: 95 % lie within 2.57 standard errors
     assert (abs(values - truth) < 2.57 * np.sqrt(variances)).mean() >= 0.85
-    assert math.isnan(judge(model, samples=4, stratum=4).variance), "one stratum has no spread"
+    assert math.isnan(score(model, samples=4, stratum=4).variance), "one stratum has no spread"
 
 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
@@ -103,7 +103,7 @@ def test_standard_errors_match_single_draws(method: str, topology: str) -> None:
         value += statistics.mean(strata)
         variance += statistics.variance(strata) / len(strata) if part.is_random else 0
     assert [part.is_random for part in parts] == ([True] if topology == "bidirectional" else [True, True, False])
-    actual = judge(model, continuation=continuation, method=method, order="random", samples=6, stratum=2, seed=2)
+    actual = score(model, continuation=continuation, method=method, order="random", samples=6, stratum=2, seed=2)
     assert actual.value == pytest.approx(value, abs=1e-9) and actual.variance == pytest.approx(variance, abs=1e-9)
     assert actual.error == math.sqrt(actual.variance) > 0
 
@@ -127,31 +127,31 @@ def test_every_number_of_masks_is_equally_likely(length: int, stratum: int) -> N
 def test_blocks_are_scored_in_order(longest: int) -> None:
     facts = {"mask_token_id": MASK, "topology": "block_causal", "block_length": 4, "prediction": "same"}
     model = paradec.wrap(tiny(2).module, max_length=longest, eos_token_id=(), **facts)
-    row = CONTEXT + CONTINUATION  # 5 + 4 tokens in blocks of 4: three of the second block, one of the third
+    row = CONTEXT + CONTINUATION  # the last 4 of 9 tokens: three in the second block of 4, one in the third
     expected = 0.0
     for begin, end, width in ((5, 8, 8), (8, 9, min(12, longest))):
         for k in range(begin, end):
             expected += distributions(model, row[:k] + [MASK] * (width - k))[k, row[k]].item()
     if longest == len(row):
         with pytest.raises(ValueError, match=f"= 10 is longer than .* takes .{longest}"):
-            judge(model, [1, *CONTEXT])
-    assert judge(model, method="chain").value == pytest.approx(expected, abs=1e-9)
-    parts = [judge(model, CONTEXT, row[5:8], samples=7), judge(model, row[:8], row[8:], samples=1)]
-    actual = judge(model, samples=7)
+            score(model, [1, *CONTEXT])
+    assert score(model, method="chain").value == pytest.approx(expected, abs=1e-9)
+    parts = [score(model, CONTEXT, row[5:8], samples=7), score(model, row[:8], row[8:], samples=1)]
+    actual = score(model, samples=7)
     assert actual.value == pytest.approx(sum(part.value for part in parts), abs=1e-9) and actual.forwards == 8
-    assert judge(model, row[:3], row[3:7], samples=7).samples == 7  # of the part with more maskings, here the second
-    assert actual.samples == 7  # here the first
+    assert score(model, row[:3], row[3:7], samples=7).samples == 7  # the larger of two: the second block's
+    assert actual.samples == 7  # the first block's
 
 
 def test_causal_models_are_exact() -> None:
     model = wrap_kind("Llama causal")
     row = [3, 17, 8, 30, 2, 6, 21]
     log_p = distributions(model, row)
-    actual = judge(model, row[:3], row[3:])
+    actual = score(model, row[:3], row[3:])
     assert actual.value == pytest.approx(sum(log_p[i, row[i]].item() for i in range(3, 7)), abs=1e-9)
     assert (actual.variance, actual.samples, actual.forwards, actual.greedy) == (0.0, 1, 1, False)
     likeliest = paradec.generate(model, input_ids=row[:3], max_new_tokens=4, sampler="jacobi", eos_early_stop=False)
-    assert judge(model, row[:3], likeliest.new_tokens[0].tolist()).greedy
+    assert score(model, row[:3], likeliest.new_tokens[0].tolist()).greedy
 
 
 def test_guidance_masks_the_context() -> None:
@@ -160,14 +160,14 @@ def test_guidance_masks_the_context() -> None:
     conditional = distributions(model, mask_positions(row, [5], MASK))[5]
     without = distributions(model, mask_positions(row, range(6), MASK))[5]
     expected = (without + scale * (conditional - without)).log_softmax(-1)[5].item()
-    actual = judge(model, continuation=[5], guidance_scale=scale)
+    actual = score(model, continuation=[5], guidance_scale=scale)
     assert actual.value == pytest.approx(expected, abs=1e-9) and actual.forwards == 2
-    off = judge(model, continuation=[5], guidance_scale=1)
+    off = score(model, continuation=[5], guidance_scale=1)
     assert off.forwards == 1 and off.value == pytest.approx(conditional[5].item(), abs=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["Bert", "ConvBert", "Opaque", "Qwen2 causal", "Qwen3 bidirectional"])
-def test_values_depend_on_no_other_pair(kind: str) -> None:
+def test_pairs_do_not_depend_on_each_other(kind: str) -> None:
     model = wrap_kind(kind)
     pairs = [([3, 9, 4], [8, 2]), ([11], [20, 21, 22]), ([3, 9, 4, 8, 2, 6], [1])]
     how = {} if model.facts.topology == "causal" else {"samples": 4, "stratum": 2}
@@ -193,11 +193,11 @@ def test_greedy_decoding_of_a_suffix(prediction: str) -> None:
     pairs = [(CONTEXT, row[5:]), (CONTEXT, wrong), (CONTEXT[:3], row[5:6])]
     assert check_greedy_decoding(model, pairs)[:2] == [True, False]
     ending = tiny(2, prediction=prediction, ends=(row[5],))
-    assert check_greedy_decoding(ending, pairs)[:2] == [True, False]  # an end token ends nothing
+    assert check_greedy_decoding(ending, pairs)[:2] == [True, False]  # end tokens do not end the continuation
 
 
 def test_nan_logits_are_an_error() -> None:
     model = tiny(1)
     model.module.lm_head.weight.data[7] = torch.nan
     with pytest.raises(FloatingPointError, match="NaN"):
-        judge(model)
+        score(model)

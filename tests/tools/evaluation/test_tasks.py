@@ -1,4 +1,4 @@
-"""The list tasks: generators, checkers, the split, and the prompts in the package."""
+"""The built-in list tasks: generators, checkers, the held-out split, and the packaged prompts."""
 
 from collections import Counter
 from itertools import permutations
@@ -73,7 +73,7 @@ def test_examples_fit_the_task_description(name: str, seed: int, held_out: bool)
         ("rotations", {}, "pear fig apple\nfig apple pear\napple pear fig"),
     ],
 )
-def test_the_one_right_answer(task: str, fields: dict, answer: str) -> None:
+def test_tasks_accept_the_one_right_answer(task: str, fields: dict, answer: str) -> None:
     example = example_of(task, **fields)
     candidates = [" ".join(p) for n in (2, 3, 4) for p in permutations((*ITEMS, "kiwi"), n)]
     assert [text for text in {answer, *candidates} if TASKS[task].check(example, text)] == [answer]
@@ -88,16 +88,16 @@ def test_the_one_right_answer(task: str, fields: dict, answer: str) -> None:
         ("replace_random", {"word": "kiwi"}, "kiwi fig apple,pear kiwi apple,pear fig kiwi"),
     ],
 )
-def test_the_many_right_answers(task: str, fields: dict, answers: str) -> None:
+def test_tasks_accept_all_right_answers(task: str, fields: dict, answers: str) -> None:
     example = example_of(task, **fields)
-    words = (*ITEMS, *ITEMS, "kiwi", "kiwi")  # repetitions among the candidates too
+    words = (*ITEMS, *ITEMS, "kiwi", "kiwi")  # some candidates repeat words
     candidates = {" ".join(p) for n in (2, 3, 4) for p in permutations(words, n)}
     assert {text for text in candidates if TASKS[task].check(example, text)} == {*answers.split(",")}
     drawn = {" ".join(TASKS[task].solve(example, Random(seed))[0]) for seed in range(200)}
     assert drawn == {*answers.split(",")}, "training meets every right answer"
 
 
-def test_latin_squares() -> None:
+def test_all_latin_squares_are_accepted() -> None:
     task = TASKS["latin_square"]
     example = Example("latin_square", "Latin square: A B C", ("A", "B", "C"))
     rows = list(permutations("ABC"))
@@ -121,7 +121,7 @@ def test_shipped_prompts_are_held_out_and_balanced() -> None:
         assert task.many_answers or task.check(example, example.answer)
 
 
-def test_load_prompts_selects() -> None:
+def test_load_prompts_selects_tasks_and_sizes() -> None:
     assert {e.task for e in load_prompts("sort")} == {"sort"}
     few = load_prompts(["shuffle", "copy"], limit=4)
     assert [e.task for e in few] == ["copy"] * 4 + ["shuffle"] * 4

@@ -23,7 +23,7 @@ from paradec.tools.traces.files import page
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12]]
 
 
-class Reader(HTMLParser):
+class PageReader(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
@@ -63,7 +63,7 @@ def test_a_page_is_one_file_without_requests(trace: Trace, tmp_path: Path) -> No
     file = tmp_path / "run.html"
     text = trace.to_html(file)
     assert file.read_text(encoding="utf-8") == text
-    actual = Reader(text)
+    actual = PageReader(text)
     assert not any({"src", "href", "srcset", "action"} & set(attributes) for _, attributes in actual.tags)
     assert not {"link", "base", "iframe", "object", "embed"} & {tag for tag, _ in actual.tags}
     assert not re.search(r"https?:|//\w|@import|url\(|fetch\(|XMLHttp|WebSocket|import\(", text.replace("// ", ""))
@@ -72,7 +72,7 @@ def test_a_page_is_one_file_without_requests(trace: Trace, tmp_path: Path) -> No
 
 
 def test_a_page_holds_every_step(trace: Trace) -> None:
-    (run,) = Reader(trace.to_html()).runs()
+    (run,) = PageReader(trace.to_html()).runs()
     assert run["mask"] == trace.mask_id and run["family"] == "masked" and run["left"] == []
     assert [row["start"] for row in run["rows"]] == trace.canvas and [row["end"] for row in run["rows"]] == trace.ends
     for step, data in zip(trace.steps, run["steps"], strict=True):
@@ -87,29 +87,29 @@ def test_token_texts_are_escaped(tmp_path: Path) -> None:
     text = page([hostile_trace(), hostile_trace()], [name, HOSTILE[1]], HOSTILE[0])
     text.encode("utf-8")  # the lone surrogate is gone
     page([scripts_trace()], ["\udce9"]).encode("utf-8")
-    actual = Reader(text)
-    plain = Reader(page([scripts_trace(), scripts_trace()]))
+    actual = PageReader(text)
+    plain = PageReader(page([scripts_trace(), scripts_trace()]))
     assert "<" not in actual.data
     assert [tag for tag, _ in actual.tags] == [tag for tag, _ in plain.tags] and text.count("</script>") == 2
     run = actual.runs()[0]
     assert [run["texts"][str(i)] for i in range(7)] == list(HOSTILE[:7]) and run["texts"]["7"] == "?"
     assert run["settings"][HOSTILE[1]] == HOSTILE[2] and actual.runs()[0]["name"] == name
     hostile_trace().to_gif(tmp_path / "x.gif")
-    framed = Reader(hostile_trace()._repr_html_())
+    framed = PageReader(hostile_trace()._repr_html_())
     assert [tag for tag, _ in framed.tags] == ["iframe"]
     assert framed.tags[0][1]["sandbox"] == "allow-scripts" and framed.tags[0][1]["srcdoc"] == hostile_trace().to_html()
 
 
-def test_runs_side_by_side(model: Model, tmp_path: Path) -> None:
+def test_pages_and_animations_of_several_runs(model: Model, tmp_path: Path) -> None:
     request = {"max_new_tokens": 8, "trace": True, "eos_early_stop": False}
     names = ["low_confidence", "maskgit"]
     first_trace, second_trace = (paradec.generate(model, [1, 2], sampler=name, **request).trace for name in names)
-    runs = Reader(first_trace.to_html(beside=second_trace, names=["a", "b"])).runs()
+    runs = PageReader(first_trace.to_html(beside=second_trace, names=["a", "b"])).runs()
     assert [run["name"] for run in runs] == ["a", "b"] and [len(run["steps"]) for run in runs] == [
         8,
         len(second_trace.steps),
     ]
-    assert [run["name"] for run in Reader(first_trace.to_html(beside=[second_trace, second_trace])).runs()] == [
+    assert [run["name"] for run in PageReader(first_trace.to_html(beside=[second_trace, second_trace])).runs()] == [
         *names,
         "maskgit",
     ]
@@ -148,7 +148,7 @@ def test_pictures_are_drawn_with_their_tokens(tmp_path: Path) -> None:
     trace = out.trace
     assert trace.grid == (out.grid.height, out.grid.width) and len(trace.images) == 2
     assert np.array_equal(np.asarray(from_uri(trace.images[1])), np.asarray(out.images[1].convert("RGB")))
-    (run,) = Reader(trace.to_html()).runs()
+    (run,) = PageReader(trace.to_html()).runs()
     steps = np.full((2, out.grid.height * out.grid.width), -1)
     for index, step in enumerate(run["steps"]):
         for row, position, *_ in step["c"]:
@@ -165,7 +165,7 @@ def test_pictures_are_drawn_with_their_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["text", "picture", "forecast"])
-def test_plots(family: str, trace: Trace) -> None:
+def test_plots_show_two_runs(family: str, trace: Trace) -> None:
     pytest.importorskip("matplotlib")
     if family == "picture":
         plot = paradec.generate_images(tiny_masked_image(), class_labels=1, steps=3, output_type="latent", trace=True)
@@ -200,7 +200,7 @@ def test_characters_of_several_tokens(bytewise: Any) -> None:
     texts = token_texts(bytewise, ids)
     assert [texts[i] for i in (ids[0], ids[1], ids[-1])] == ["a", " ", "!"] and texts[ids[2]] == "\ufffd"
     assert merge_characters(bytewise, ids, texts) == [(2, 6, "🦊"), (6, 8, "é")]
-    assert merge_characters(bytewise, ids[3:], token_texts(bytewise, ids[3:])) == [(3, 5, "é")]  # no partial character
+    assert merge_characters(bytewise, ids[3:], token_texts(bytewise, ids[3:])) == [(3, 5, "é")]  # no parts of 🦊
     trace = Trace([[0, 0]], family="masked", mask_id=0)
     trace.add([(0, 0, ids[6], 1.0), (0, 1, ids[7], 1.0)], [2], "full")
     record_token_texts(trace, bytewise)
@@ -223,10 +223,10 @@ def test_texts_of_a_model_with_a_tokenizer() -> None:
     ids = trace.replay()[0]
     words = [trace.texts[i] for i in ids[: trace.ends[0]] if i not in trace.special]
     assert " ".join(words) == f"sort : pear fig apple {out.text}"
-    assert Reader(trace.to_html()).runs()[0]["texts"][str(trace.mask_id)] == trace.texts[trace.mask_id]
+    assert PageReader(trace.to_html()).runs()[0]["texts"][str(trace.mask_id)] == trace.texts[trace.mask_id]
 
 
-def test_an_output_as_data() -> None:
+def test_outputs_convert_to_json() -> None:
     model = paradec.load()
     request = {"max_new_tokens": 16, "block_length": 8, "cache": "dual", "trace": True, "keep_prefix": False}
     out = paradec.generate(model, ["Sort: pear fig apple", "Reverse: fig"], **request)
@@ -243,12 +243,12 @@ def test_an_output_as_data() -> None:
 def test_notebooks_see_answers_as_text() -> None:
     model = paradec.load()
     out = paradec.generate(model, ["Sort: pear fig apple", "Reverse: fig"], max_new_tokens=8)
-    actual = Reader(out._repr_html_())
+    actual = PageReader(out._repr_html_())
     assert "apple fig pear" in actual.words and f"{out.nfe} forwards, " in actual.words
     assert "<iframe" not in out._repr_html_()
     out.text = ["<script>alert(1)</script>", "<img src=x onerror=alert(1)>" * 1000]
-    actual = Reader(out._repr_html_())
+    actual = PageReader(out._repr_html_())
     assert "<script>alert(1)</script>" in actual.words and not {"script", "img"} & {tag for tag, _ in actual.tags}
     assert len(actual.words) < 2500
-    traced = Reader(paradec.generate(model, "Sort: pear fig apple", max_new_tokens=8, trace=True)._repr_html_())
+    traced = PageReader(paradec.generate(model, "Sort: pear fig apple", max_new_tokens=8, trace=True)._repr_html_())
     assert [tag for tag, _ in traced.tags].count("iframe") == 1 and "4 tokens, 1 forward, " in traced.words

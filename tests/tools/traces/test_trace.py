@@ -94,7 +94,7 @@ def test_recorded_steps_add_up_to_the_output(name: str, cache: str, llada64: Mod
         *((name, "reference") for name in ("random+low_confidence", BOTH, "saber")),
     ],
 )
-def test_a_trace_changes_nothing(name: str, rng: str, llada64: Model) -> None:
+def test_tracing_does_not_change_the_output(name: str, rng: str, llada64: Model) -> None:
     request = {"sampler": name, "max_new_tokens": 8, "block_length": 4, "temperature": 0.7, "rng": rng, "seed": 3}
     plain, traced = (paradec.generate(llada64, [[1, 2], [3, 4]], trace=trace, **request) for trace in (False, True))
     assert torch.equal(plain.sequences, traced.sequences) and plain.row_nfe == traced.row_nfe
@@ -141,11 +141,11 @@ def test_rejected_drafts_were_drafted_and_not_committed(name: str) -> None:
             first, end = int(state.committed[row]), int(state.length[row])
             if name == "tree":
                 depths = Tree.from_setting(sampler.tree).depths
-                places = [(first - 1 + depths[node], drafts[row][node]) for node in range(1, len(depths))]
-                places = [place for place in places if place[0] < end]
+                slots = [(first - 1 + depths[node], drafts[row][node]) for node in range(1, len(depths))]
+                slots = [slot for slot in slots if slot[0] < end]
             else:  # the draft of the last slot is not evaluated
-                places = [(first + i, drafts[row][i]) for i in range(min(5, 9, end - first) - 1)]
-            drafted |= {(row, *place) for place in places if place[1] >= 0}
+                slots = [(first + i, drafts[row][i]) for i in range(min(5, 9, end - first) - 1)]
+            drafted |= {(row, *slot) for slot in slots if slot[1] >= 0}
         commit = sampler.commit(state, sampler.step(model, state))
         committed = {entry[:3] for entry in commit.to_list()}
         assert {entry[:3] for entry in step.commits} == committed
@@ -160,7 +160,7 @@ def test_rejected_drafts_were_drafted_and_not_committed(name: str) -> None:
         assert out.trace.steps[-1].draft_nfe == state.draft_nfe.tolist()
 
 
-def test_forecasts_and_continuous_tokens() -> None:
+def test_traces_of_forecasts_and_continuous_tokens() -> None:
     model = tiny_diffusion()
     noise = torch.randn(2, model.channels, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     from diffusers import DDIMScheduler
@@ -222,13 +222,13 @@ def recorded() -> list[dict[str, Any]]:
     """Return traces of several kinds of runs as data. Together they have every field."""
     request = {"blocks": paradec.PipelinedBlocks(4), "max_new_tokens": 8, "logprobs": 1, "trace": True}
     text = paradec.generate(tiny(1), ROWS[:2], cache="dual", **request | {"blocks": None, "block_length": 4}).trace
-    open_ = paradec.generate(tiny(1), ROWS[:1], **request).trace
+    blocks = paradec.generate(tiny(1), ROWS[:1], **request).trace
     sampler = samplers.create("speculative", drafter=close_model())
     drafts = paradec.generate(wrap_causal(), PROMPTS[:2], sampler=sampler, max_new_tokens=5, trace=True).trace
     picture = paradec.generate_images(tiny_masked_image(), class_labels=[0, 1], steps=2, trace=True).trace
     latent = TraceStep([], [3, 3], "full", pictures=["data:image/png;base64,", ""])
     actual = [
-        text, open_, drafts, picture, scripts_trace(), Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""]),
+        text, blocks, drafts, picture, scripts_trace(), Trace([], {}, [latent], filled=[[(0, 4)], []], images=["", ""]),
     ]  # fmt: skip
     data = [json.loads(trace.to_json()) for trace in actual]
     names = {name for run in data for fields in (run, *run["steps"]) for name in fields}
@@ -243,7 +243,7 @@ JUNK = [None, True, *NUMBERS, "", "\ud800", [0], [-1, 1], [[]], [[0, 1]], [[[0, 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_every_trace_that_loads_can_be_drawn(recorded: list[dict[str, Any]], data: st.DataObject) -> None:
-    """Replace, delete or repeat one value anywhere in a file."""
+    """Replace, delete or repeat one or two values anywhere in a file."""
     trace = copy.deepcopy(data.draw(st.sampled_from(recorded)))
     for _ in range(data.draw(st.integers(1, 2))):
         node: Any = trace

@@ -1,4 +1,4 @@
-"""`paradec.replay`: recorded rollouts and cases, a plain loop, one forward against several, gradients, errors."""
+"""`paradec.replay` of rollouts: recorded cases, a plain loop, one forward against several, gradients, errors."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ def assert_logp(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_recorded_cases(number: int) -> None:
+def test_replays_equal_the_recorded_cases(number: int) -> None:
     with replay(f"rollouts, case {number}"):
         case, rollout = CASES[number], recorded_rollout(number)
         model = checkpoint(case["model"], "float64")
@@ -129,7 +129,7 @@ def test_replay_equals_the_record_and_a_plain_loop(name: str, setting: str) -> N
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["llada", "dream", "sdar", "shifted blocks"])
-def test_joined_steps(name: str) -> None:
+def test_replays_with_joined_steps(name: str) -> None:
     model = model_of(name, "float64")
     rollout = paradec.generate(model, ROWS, max_new_tokens=9, rollout=True, sampler="low_confidence").rollout
     for shrink in (2, 3, 100):
@@ -141,10 +141,10 @@ def test_joined_steps(name: str) -> None:
         assert (replayed_logp - rollout.logp).nan_to_num().abs().max() > 0.01
 
 
-BACK = ["wino(threshold=0.2, threshold_back=0.6)", "saber", "editing(threshold=0.1, editing_threshold=0.2)"]
+REWRITING = ["wino(threshold=0.2, threshold_back=0.6)", "saber", "editing(threshold=0.1, editing_threshold=0.2)"]
 
 
-@pytest.mark.parametrize(("name", "topology"), covering(BACK, ["bidirectional", "block_causal"]))
+@pytest.mark.parametrize(("name", "topology"), covering(REWRITING, ["bidirectional", "block_causal"]))
 def test_rewriting_samplers_are_replayed_write_by_write(name: str, topology: str) -> None:
     model, has_rewritten = tiny(2, topology), set()
     for temperature in (0.0, 1.0):
@@ -168,9 +168,9 @@ def test_rewriting_samplers_are_replayed_write_by_write(name: str, topology: str
     assert True in has_rewritten or (name, topology) == ("saber", "block_causal")
 
 
-@pytest.mark.parametrize("kind", ["bidirectional", "block_causal", "causal", "taken back"])
+@pytest.mark.parametrize("kind", ["bidirectional", "block_causal", "causal", "rewriting"])
 def test_gradients_match_finite_differences(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def normed(self: Any, hidden: Tensor) -> Tensor:  # transformers computes it in float32
+    def normed(self: Any, hidden: Tensor) -> Tensor:  # transformers' norm computes in float32
         return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
 
     monkeypatch.setattr(LlamaRMSNorm, "forward", normed)
@@ -178,13 +178,13 @@ def test_gradients_match_finite_differences(kind: str, monkeypatch: pytest.Monke
     if kind == "causal":
         model = paradec.wrap(tiny(2).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
         arguments["sampler"] = "sjd"
-    elif kind == "taken back":
+    elif kind == "rewriting":
         model, arguments["sampler"] = tiny(2), "saber"
     else:
         model = tiny(2, kind)
     rollout = paradec.generate(model, ROWS, max_new_tokens=6, rollout=True, **arguments).rollout
-    replay = functools.partial(paradec.replay, model, rollout, writes=kind == "taken back")
-    model.module.train()  # replay evaluates in evaluation mode anyway
+    replay = functools.partial(paradec.replay, model, rollout, writes=kind == "rewriting")
+    model.module.train()  # replay must switch to evaluation mode itself
     weights = torch.linspace(-1, 1, replay().numel(), dtype=torch.float64).view(replay().shape)
     parameter = model.module.model.layers[0].self_attn.k_proj.weight
     (gradient,) = torch.autograd.grad((replay() * weights).nansum(), [parameter])
@@ -203,7 +203,7 @@ def test_gradients_match_finite_differences(kind: str, monkeypatch: pytest.Monke
         assert not replay().requires_grad
 
 
-def test_one_call_where_blocks_are_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_causal_rollouts_take_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = tiny(1, "block_causal"), list[tuple[int, ...]]()
     rollout = paradec.generate(model, ROWS, max_new_tokens=9, rollout=True).rollout
     record = lambda module, args, kwargs: calls.append(tuple(kwargs["input_ids"].shape))  # noqa: E731
@@ -231,7 +231,7 @@ def test_overlapping_blocks_are_replayed_state_by_state() -> None:
     refuses(lambda: paradec.replay(model, rollout, one_forward=True), message)
 
 
-def test_another_policy_is_named_and_the_ratio_corrects_for_it() -> None:
+def test_replays_of_another_policy_warn_and_differ() -> None:
     model = tiny(2)
     arguments: dict[str, Any] = {"sampler": "low_confidence", "block_length": 5, "cache": "dual"}
     rollout = paradec.generate(model, ROWS, max_new_tokens=10, rollout=True, **arguments).rollout
@@ -241,7 +241,7 @@ def test_another_policy_is_named_and_the_ratio_corrects_for_it() -> None:
     assert_logp(actual, masked_logp(model, rollout), 1e-5)
 
 
-def test_unfinished_short_and_mask_0() -> None:
+def test_partial_undecided_and_mask_id_0_rollouts() -> None:
     model = tiny(2, "block_causal")
     request = {"max_new_tokens": 9, "rollout": True}
     partial = paradec.generate(model, [[5]], callback=lambda state, _: state.commits == 4, **request).rollout
@@ -267,7 +267,7 @@ class Table(torch.nn.Module):
         return self.weight[input_ids] + self.weight[input_ids].mean(1, keepdim=True)
 
 
-def test_a_map_from_ids_to_logits() -> None:
+def test_opaque_modules_are_replayed() -> None:
     torch.manual_seed(0)
     model = Opaque(Table(), ModelFacts(vocab_size=41, mask_token_id=MASK))
     rollout = paradec.generate(model, ROWS, max_new_tokens=7, rollout=True, temperature=1.0, seed=0).rollout

@@ -32,13 +32,13 @@ from paradec.tools.tuning.scoring import PromptHalf
 def wait_for(file: Path, trials: int, process: subprocess.Popen[str], seconds: float = 300) -> None:
     """Wait until a process has finished `trials` trials. It must not end earlier or take longer than `seconds`."""
     end = time.monotonic() + seconds
-    while len(finished(file)) < trials:
+    while len(finished_trials(file)) < trials:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, f"{len(finished(file))} trials after {seconds} s"
-        time.sleep(0.5)  # `finished` locks the file
+        assert time.monotonic() < end, f"{len(finished_trials(file))} trials after {seconds} s"
+        time.sleep(0.5)  # `finished_trials` locks the file
 
 
-def finished(file: Path) -> list[Any]:
+def finished_trials(file: Path) -> list[Any]:
     if not file.exists():
         return []
     try:
@@ -130,10 +130,10 @@ def test_the_choice_is_no_worse_than_hand_set_candidates(model: Model, answers: 
     chosen = tuned.points[tuned.chosen or 0]
     assert chosen.choosing.mean("forwards") <= forwards and chosen.choosing.mean("score") >= -score - 1e-9
     assert tuned.preset == chosen.request
-    places = [point.choosing.point(("forwards",)) for point in tuned.points]
-    assert places == sorted(places, key=lambda place: place[1])
-    for point, a in zip(tuned.points, places):
-        beaten = any(b[0] >= a[0] and b[1] <= a[1] and b != a for b in places)
+    values = [point.choosing.point(("forwards",)) for point in tuned.points]
+    assert values == sorted(values, key=lambda value: value[1])
+    for point, a in zip(tuned.points, values):
+        beaten = any(b[0] >= a[0] and b[1] <= a[1] and b != a for b in values)
         assert not beaten or point is chosen
     assert f"{tuned.hand.name} (the best set by hand)" in str(tuned)
 
@@ -145,17 +145,17 @@ def test_hand_set_candidates_are_always_measured(by_hand: tuple[Path, Tuning]) -
 
 
 def test_hand_set_candidates_are_never_stopped_early(model: Model) -> None:
-    """Rungs of 8 and 24 prompts. No answer is right, so candidates of two forwards rank behind those of one."""
+    """Rungs have 8 and 24 prompts. No answer is right, so candidates of two forwards rank behind those of one."""
     prompts = [[a, b] for a in range(4) for b in range(12)]
     schedules = ["low_confidence", "entropy", "margin", "topk_margin", "random", "origin"]
     arguments = {**SMALL, "samplers": schedules, "trials": 0}
     actual = paradec.tune(model, prompts, answers=[[a] * 3 for a, _ in prompts], **arguments)
     assert rungs(24, 3) == [8, 24] and actual.trials["measured"] == 12 and actual.trials["stopped early"] == 0
-    places = [(0.0, 1.0)] * 6 + [(0.0, 2.0)] * 5
-    assert not is_promoted((0.0, 2.0), places, 3, 1.0), "as proposals some would have been stopped"
+    measured = [(0.0, 1.0)] * 6 + [(0.0, 2.0)] * 5
+    assert not is_promoted((0.0, 2.0), measured, 3, 1.0), "as proposals some would have been stopped"
 
 
-def test_one_token_per_step_is_no_candidate(model: Model) -> None:
+def test_candidates_of_one_token_per_step_are_refused(model: Model) -> None:
     two = {**SMALL, "samplers": ["low_confidence", "threshold"]}
     actual = paradec.tune(model, PROMPTS, **{**two, "max_new_tokens": 1})
     assert actual.trials["refused"] >= 2 and {point.candidate.sampler for point in actual.points} == {"threshold"}
@@ -169,7 +169,7 @@ def test_one_token_per_step_is_no_candidate(model: Model) -> None:
     assert "agreement too" in str(actual) and "(itself)" in str(actual)
 
 
-def test_batches_change_nothing(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
+def test_the_batch_size_does_not_change_scores(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
     batched = paradec.tune(model, PROMPTS, answers=answers, **{**SMALL, "batch": 7})
     actual, expected = (
         [(p.name, p.choosing.score, p.choosing.forwards) for p in result.points] for result in (batched, tuned)
@@ -217,7 +217,7 @@ def test_temperature_and_seeds_come_from_the_request(model: Model) -> None:
 
 
 @pytest.mark.parametrize("call", [9, *(pytest.param(call, marks=pytest.mark.full) for call in (3, 17))])
-def test_ctrl_c_loses_nothing(
+def test_interrupted_studies_resume_without_repeated_work(
     model: Model, answers: list[list[int]], tuned: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     file, counts, calls, plain_decode = tmp_path / "study.db", [], itertools.count(1), PromptHalf.decode
@@ -301,18 +301,18 @@ def start(file: Path, trials: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.full
-def test_a_process_that_is_killed_and_two_that_share_a_study(tmp_path: Path) -> None:
+def test_two_processes_continue_the_study_of_a_killed_one(tmp_path: Path) -> None:
     file = tmp_path / "study.db"
     killed = start(file, 6)
     wait_for(file, 4, killed)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    before = {trial.number: trial.user_attrs for trial in finished(file)}
+    before = {trial.number: trial.user_attrs for trial in finished_trials(file)}
     assert 4 <= len(before) < 15
     for process in [start(file, 6) for _ in range(2)]:
         out, _ = process.communicate(timeout=600)
         assert process.returncode == 0 and "done" in out
-    after = {trial.number: trial for trial in finished(file)}
+    after = {trial.number: trial for trial in finished_trials(file)}
     assert all(after[number].user_attrs == attributes for number, attributes in before.items())
     counted = [trial for trial in after.values() if "refused" not in trial.user_attrs]
     starts = [trial for trial in counted if "start" in trial.user_attrs]
@@ -350,7 +350,7 @@ def test_a_preset_from_a_file_of_prompts(tmp_path: Path) -> None:
     assert expected["text"] == out.text and expected["nfe"] == out.nfe
 
 
-def test_a_checker_of_a_file_and_json(tmp_path: Path) -> None:
+def test_a_checker_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def short(prompt, answer):\n    return 1 / (1 + len(answer))\n")
     done = run("--limit", "1", "--checker", f"{tmp_path / 'mine.py'}:short", "--json", *SHORT)
     assert done.exit_code == 0, done.output
@@ -393,7 +393,7 @@ def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytes
 
 
 @pytest.mark.full
-def test_steps_of_a_pipeline(tmp_path: Path) -> None:
+def test_steps_of_a_pipeline_are_searched(tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.json" for name in ("out", "report", "study")}
     options = [part for name, file in files.items() for part in (f"--{name}", str(file))]
     call = ["tune", "--pipeline", "digits-dit", "--steps", "6", "--budget", "2", "--trials", "3", *options]

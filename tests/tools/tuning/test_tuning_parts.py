@@ -46,12 +46,12 @@ def test_halves_share_no_group_and_balance_tasks(group: int) -> None:
     for task in "abc":
         counts = [len({e.group for e in half if e.task == task}) for half in (first, second)]
         assert abs(counts[0] - counts[1]) <= 1
-    # every beginning of a half is a sample of all tasks
+    # the first groups of a half already cover the tasks
     begins = list(dict.fromkeys(e.group for e in first))[:2]
     assert {name.split()[0] for name in begins} == {"a", "b"}
 
 
-def test_a_file_of_prompts(tmp_path: Path) -> None:
+def test_prompts_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
     lines = [
         {"prompt": "What is 2 + 3?", "answer": ["5", "five"]},
@@ -69,7 +69,7 @@ def test_a_file_of_prompts(tmp_path: Path) -> None:
     assert fingerprint(actual) != fingerprint(actual[:3]) and len(read_prompts(file, 2)) == 2
 
 
-def test_prompts_of_python() -> None:
+def test_prompts_from_python_objects() -> None:
     question = packaged_questions(limit=1)[0]
     prompts = ["a", [{"role": "user", "content": "b"}], np.array([1, 2]), question]
     actual = to_questions(prompts, ["x", None, [3, 4], None])
@@ -174,13 +174,13 @@ def test_the_cheapest_candidate_that_is_not_worse_is_chosen() -> None:
     assert choose([], ("forwards",), 0.01, []) == []
     assert chosen([*hand, point("cheaper", 0.895, 2)]) == ["cheaper", "c"]
     assert chosen([*hand, point("cheapest", 0.895, 1), point("cheaper", 0.9, 2)]) == ["cheapest", "c"]
-    assert chosen([*hand, point("as dear", 0.95, 3)]) == ["c", "c"]
-    assert chosen([*hand, point("the best of many", 1.0, 9)]) == ["c", "c"], "it sets no mark for those set by hand"
+    assert chosen([*hand, point("as costly", 0.95, 3)]) == ["c", "c"]
+    assert chosen([*hand, point("the best of many", 1.0, 9)]) == ["c", "c"], "only hand-set ones set the mark"
     assert chosen([*hand, point("half a point below", 0.89, 2)]) == ["c", "c"]
     # equal means, but the difference depends on one prompt of four
     lucky = point("lucky", [0.8, 0.8, 1.0, 0.98], 2)
     assert chosen([*hand[:3], lucky]) == ["c", "c"] and chosen([*hand[:3], lucky], 0.1) == ["lucky", "c"]
-    # nothing set by hand was measured: the same rule for all
+    # without hand-set candidates, the same rule applies to all
     assert chosen([point("a", 0.9, 5), point("b", 0.895, 4)]) == ["b", "b"]
 
 
@@ -192,14 +192,14 @@ def test_a_grouped_bootstrap_draws_whole_groups() -> None:
         sum(sums[name] for name in drawn) / sum(sizes[name] for name in drawn)
         for drawn in itertools.product("abc", repeat=3)
     )
-    # 27 draws, equally likely: 8 of them without b, one of b alone
+    # of 27 equally likely draws, 8 have no b and one has only b
     assert low == means[0] == 0 and high == means[-1] == 1
     assert bootstrap([0.5] * 4, list("abcd")) == (0.5, 0.5)
     single = bootstrap(list(np.linspace(0, 1, 40)), [str(k) for k in range(40)])
     assert single[0] == pytest.approx(0.5 - 1.96 * 0.3 / 40**0.5, abs=0.02)
 
 
-def test_starts_are_even() -> None:
+def test_starts_of_step_searches_are_even() -> None:
     assert even_starts(20, 7) == [(0, 3, 6, 9, 12, 15, 18), (0, 2, 5, 8, 11, 14, 17), (0, 3, 6, 10, 13, 16, 19)]
     assert even_starts(20, 5) == [(0, 4, 8, 12, 16), (0, 5, 10, 14, 19)]
     assert even_starts(6, 6) == [(0, 1, 2, 3, 4, 5)] and even_starts(9, 1) == [(0,)]
