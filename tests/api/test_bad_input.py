@@ -196,7 +196,7 @@ def test_every_setting_of_every_masked_sampler_is_checked(name: str) -> None:
     for setting in paradec.samplers.get(name).settings():
         for value in ("no such value", [], {}, object()):
             if setting == "stages" and value == []:
-                continue  # a combination without a logits stage
+                continue  # valid: a combination without a logits stage
             refuses(partial(paradec.samplers.create, name, **{setting: value}), setting, (ValueError, TypeError))
 
 

@@ -121,8 +121,6 @@ THINKING: dict[str, dict[str, Any]] = {
     "causal": {"sampler": "sjd"},
     "canvas": {"max_new_tokens": 8},
 }
-
-
 MARKERS = [("x,", 3), ("<38>", 2), ("true", None)]
 
 

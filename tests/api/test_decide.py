@@ -242,7 +242,7 @@ def test_an_empty_prior_subtracts_the_scores_of_an_empty_state() -> None:
         assert actual[name].log_scores == pytest.approx(scores, rel=1e-9)
         weights = np.exp(scores / 2)
         assert [*actual[name].probabilities.values()] == pytest.approx(weights / weights.sum(), rel=1e-9)
-        assert actual[name].mass == pytest.approx(plain[name].mass, rel=1e-9)  # without the prior
+        assert actual[name].mass == pytest.approx(plain[name].mass, rel=1e-9)  # the mass ignores the prior
 
 
 def test_rotated_options_have_every_label_once() -> None:
@@ -270,7 +270,9 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
         model = chat_model("causal", module=ConstantLogits(logits))
         request = {"q": Pick("?", ["x", "y", "z"]), "u": Score("?", ["low", "high"]), "s": YesNo("?")}
         actual = paradec.decide(model, "s", request)
-        weights = [math.exp(score / 2.5) for score in actual["q"].log_scores]  # right answers at temperature 2.5
+        weights = [
+            math.exp(score / 2.5) for score in actual["q"].log_scores
+        ]  # right answers are drawn at temperature 2.5
         decided.append(actual)
         picked = draw.choices("xyz", weights)[0]
         right.append({"q": picked, "s": draw.random() < 0.5, "u": int(actual["u"].value < 0.5)})

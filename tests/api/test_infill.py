@@ -287,7 +287,7 @@ def test_texts_that_stand_for_masks(packaged: Model) -> None:
 
 
 def test_a_space_before_a_hole_belongs_to_it() -> None:
-    """In byte-level vocabularies the space is part of the next token; a separate space token would change it."""
+    """In byte-level vocabularies a space is part of the next token, so the space before a hole is not encoded."""
     one, two, three = (encode(text) for text in ("one", " two", " three"))
     for text in ("one <mask> three", "one<mask> three"):
         out = paradec.infill(reciting_model([*three], [*two]), text, logits_eos_inf=True)

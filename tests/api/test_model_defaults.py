@@ -51,7 +51,7 @@ def test_explicit_options_are_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (work.method.name, work.cache_name, work.request["block_length"]) == ("credit", "prefix", 4)
     work = prepare_chat(tiny(1), {"sampler"}, monkeypatch, sampler="wino")
     assert (work.method.name, work.cache_name) == ("wino", "dual")
-    work = prepare_chat(tiny(1), set(), monkeypatch, choose=False)  # `generate`
+    work = prepare_chat(tiny(1), set(), monkeypatch, choose=False)  # like `paradec generate`
     assert (work.cache_name, work.model.default_block_length) == ("none", None)
 
 

@@ -148,7 +148,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     assert cells is None if sampler != "recap" else [some < full for some, full in cells] == [0, 1, 0, 1, 0]
     pixels = Image.open(sheet).tobytes()
     flags = [sampler.upper() if flag == sampler else flag for flag in flags]  # names ignore case
-    assert Image.open(run(tmp_path, *flags)[1]).tobytes() == pixels  # the seed decides
+    assert Image.open(run(tmp_path, *flags)[1]).tobytes() == pixels  # equal seeds give equal pixels
 
 
 @pytest.mark.thinned

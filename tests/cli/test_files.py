@@ -88,7 +88,7 @@ def test_a_failing_prompt_has_an_error_and_the_others_answers(tmp_path: Path) ->
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the output at a byte, resume, and compare with an uninterrupted job. every: cut at each byte, not at some."""
+    """Cut the output at a byte, resume, and compare with an uninterrupted job. every: at each byte, not at some."""
     entries = [{"prompt": "Shuffle: pear fig apple", "id": "é\u2028\x85🦊"}, "H\u2028llo", {"messages": CHAT, "id": 7}]
     source, full, out = prompts(tmp_path, entries), tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
     flags = ("--temperature", 1, "--batch", 2, "--max-new-tokens", 6, "--seed", 3)

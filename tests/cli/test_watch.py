@@ -1,4 +1,4 @@
-"""The live view: tokens that are filled in."""
+"""The live view of tokens while they are decoded."""
 
 import io
 import re

@@ -148,7 +148,7 @@ def test_lpd_orders_equal_the_recorded_ones(name: str) -> None:
 def test_equal_neighbourhoods_are_ties() -> None:
     above, below = 2 * 9 + 2, 4 * 9 + 6
     decided = np.ones(81, bool)
-    decided[[above, below, above + 8, above + 10, below - 8, below - 10]] = False  # the last four are nearer
+    decided[[above, below, above + 8, above + 10, below - 8, below - 10]] = False  # the last four touch the first two
     far = 1 / math.sqrt(2)
     sums = {functools.reduce(operator.add, chosen) for chosen in ([far, 1, far, 1, 1, 1], [1, 1, 1, far, 1, far])}
     assert len(sums) == 2

@@ -72,7 +72,7 @@ def test_means_equal_materialised_pooling(length: int, size: int, heads: int, gr
             sums[row, :, :real] = scores_of(query, key)[row, :, :real, :real].logsumexp(-1)
         means = block_means(query, key, size, lengths=lengths, first=split, logsumexp=sums)
         assert (means - expected).abs().max() < 1e-14
-    # a mean times the number of keys in its block is the block's probability; they sum to 1
+    # a block's mean times its number of keys is its probability; the probabilities sum to 1
     extent = torch.tensor([min(size, length - j * size) for j in range(expected.shape[-1])])
     assert ((expected[0] * extent).sum(-1) - 1).abs().max() < 1e-12
 
@@ -109,7 +109,7 @@ def random_lists(rows: int, heads: int, blocks: int, size: int, share: float = 0
     return BlockIndex.from_mask(mask, size)
 
 
-# bfloat16: the interpreter truncates where hardware rounds
+# large for bfloat16, because triton's interpreter truncates where hardware rounds
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 SIZES = [(115, 16, 4, 2), (64, 16, 2, 2), (37, 128, 2, 1), (1, 4, 2, 1), (50, 7, 6, 3)]
 """(length, block size, query heads, key heads)."""

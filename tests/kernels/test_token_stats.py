@@ -28,7 +28,7 @@ from paradec.kernels.token_stats import (
 from paradec.samplers.distributions import draw_filtered, filter_logits
 
 VOCABULARY = 9001
-"""Larger than SMALL_VOCABULARY, and not a multiple of a tile size."""
+"""A size for which float32 logits take the chunked path, and not a multiple of a tile size."""
 ONE_READ = tuple(name for name in FIELDS if name in IN_ONE_READ)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +55,7 @@ def kernel(
     if draws is not None:
         draws = TokenDraws(draws.keys.to(DEVICE), draws.steps.to(DEVICE), draws.positions.to(DEVICE), draws.temperature)
     ids = None if ids is None else ids.to(DEVICE)
-    # a view would lose its strides when moved, so the whole storage is moved
+    # moving a view would change its strides, so its whole storage is moved
     storage = logits if logits._base is None else logits._base
     moved = storage.to(DEVICE).as_strided(logits.shape, logits.stride(), logits.storage_offset())
     from paradec.kernels.token_stats.triton import triton_stats
@@ -121,7 +121,7 @@ def test_confident_tokens_keep_their_order_and_entropy() -> None:
     far[:, 20] = -80.0
     second = token_stats(far, path="chunked").second_prob
     torch.testing.assert_close(second, torch.full_like(second, math.exp(-85.0)), rtol=1e-6, atol=0)
-    # beyond the range of float32
+    # probabilities beyond the range of float32
     far[:, 20], far[:, 30] = -295.0, -296.0
     doubt = math.exp(-300.0) + math.exp(-301.0)
     entropy = doubt + 300 * math.exp(-300.0) + 301 * math.exp(-301.0)
@@ -222,7 +222,7 @@ def plain(logits: Tensor, temperature: float) -> dict[str, Tensor]:
 
 
 def varied_logits(vocabulary: int, dtype: torch.dtype) -> Tensor:
-    """Logits [10, V]: flat and sharp rows, excluded tokens, one or two (tied) remaining tokens, top-k, top-p."""
+    """Create logits [10, V]: flat and sharp rows, excluded tokens, one or two (tied) remaining tokens, top-k, top-p."""
     logits = logits_of(10, vocabulary=vocabulary, dtype=torch.float64, seed=vocabulary)
     logits = logits.to(dtype).where(logits > -torch.inf, logits_of(10, vocabulary=vocabulary, seed=9)[:, :1].to(dtype))
     logits[2, ::3] = -torch.inf
@@ -266,7 +266,7 @@ def test_statistics_equal_their_definitions_at_every_temperature(vocabulary: int
 
 
 def extreme_logits(vocabulary: int, dtype: torch.dtype) -> Tensor:
-    """Logits [3, V] at the largest numbers of the dtype: one best token, two tied, all equal."""
+    """Create logits [3, V] at the largest numbers of the dtype: one best token, two tied, all equal."""
     large = torch.finfo(dtype).max
     logits = torch.zeros(3, vocabulary, dtype=dtype)
     logits[0], logits[0, 70] = -large, large
@@ -324,7 +324,7 @@ def test_kernel_with_extreme_logits(splits: int) -> None:
 
 
 def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], p: Tensor, count: int) -> float:
-    """P-value of `count` draws from logits [V] against the distribution p [V]; rare tokens are pooled."""
+    """Return the p-value of `count` draws from logits [V] against the distribution p [V]; rare tokens are pooled."""
     uniform = rng.uniform(torch.tensor([[3, 4]]), torch.tensor([0]), torch.arange(count).unsqueeze(0), 1, 0).flatten()
     stats = torch.cat([draw(logits.expand(len(part), -1), part) for part in uniform.split(100)])
     counts = stats.bincount(minlength=len(p))
@@ -356,7 +356,7 @@ def test_draws_have_their_distribution(filters: tuple[Any, Any], temperature: fl
             stats = draw_filtered(rows, uniform, temperature, *filters)
             return draw(filter_logits(rows / temperature, *filters).softmax(-1), uniform) if stats is None else stats
 
-        is_fast = vocabulary == 700 or filters == (None, None)  # the other draws take half a ms each
+        is_fast = vocabulary == 700 or filters == (None, None)  # other draws take half a millisecond each
         assert p_value(logits, draw_tokens, p, count if is_fast else min(count, 10_000)) > 0.01 / 32
 
 

@@ -60,7 +60,7 @@ def save_model(folder: Path, kind: str = "llama", tokenizer: Any = None, seed: i
 
 def greedy_tokens(module: Any, row: list[int], new: int = 12) -> list[int]:
     if hasattr(module.config, "_experts_implementation"):
-        module.config._experts_implementation = "eager"  # other implementations have no float64
+        module.config._experts_implementation = "eager"  # the others do not support float64
     out = module.generate(
         torch.tensor([row]), attention_mask=torch.ones(1, len(row), dtype=torch.int64), max_new_tokens=new,
         do_sample=False, use_cache=False,
@@ -95,7 +95,7 @@ def test_facts_come_from_the_files(tmp_path: Path) -> None:
     assert model.default_max_new_tokens == 7 and model.facts.name == folder.name
     assert model.facts.max_length == 128 and model.facts.mask_token_id is None
     output = paradec.generate(model, "one two", sampler="sjd")
-    # texts begin with <s>, as by the tokenizer
+    # texts are encoded with the tokenizer's first token, <s>
     assert output.sequences[0, : -output.new_tokens.shape[1]].tolist() == WORDS("one two")["input_ids"]
     assert WORDS("one two")["input_ids"][0] == 0
     model.save_pretrained(tmp_path / "again")

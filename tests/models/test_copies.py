@@ -85,7 +85,7 @@ def are_equal(a: Any, b: Any) -> bool:
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if hasattr(a, "tolist"):
         return a.tolist() == b.tolist()
-    if hasattr(a, "tobytes") and hasattr(a, "size"):  # pictures
+    if hasattr(a, "tobytes") and hasattr(a, "size"):  # PIL images
         return a.tobytes() == b.tobytes()
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(are_equal, a, b))

@@ -77,7 +77,7 @@ def rotate_halves(x: Tensor) -> Tensor:
 
 
 def rotation_by_cells(first: int, side: int) -> Callable[[Tensor], Tensor]:
-    """Return LlamaGen's rotation, by the rows and columns of cells. first: the position of cell 0; none turn before."""
+    """Return LlamaGen's rotation by rows and columns of cells. Positions before `first`, of cell 0, do not turn."""
 
     def rotate(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
@@ -118,7 +118,7 @@ def check_distributions(
                 ids = state.context[branch * state.batch + row, :length]
                 features = features_of(branch, row, ids)[: length - 1]
                 tokens = ids[1:].clone()
-                for depth in range(len(path) + 1):  # a draft's inputs: its token, its parent's output
+                for depth in range(len(path) + 1):  # inputs: a draft's token and its parent's output
                     token_ids = tokens.where(tokens < len(weights["embed_tokens.weight"]), 0)
                     output = plain_head(weights, token_ids, features, rotation_of(branch, row))
                     if depth == len(path):

@@ -1,4 +1,4 @@
-"""GGUF files: numbers and tokens of the folder that was converted, tokenizers, int8 weights, and damaged files."""
+"""GGUF files against the folders of which they were made: logits, tokens, tokenizers, int8; damaged files."""
 
 import importlib.util
 import json
@@ -307,7 +307,7 @@ def test_scaled_angles_of_llama(tmp_path: Path) -> None:
     refuses(lambda: paradec.load(tmp_path / "b.gguf"), "b.gguf' holds rope_freqs.weight", CheckpointError)
 
 
-# ---- tokenizers and places ------------------------------------------------------------------------------------------
+# ---- tokenizers and sources -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.thinned

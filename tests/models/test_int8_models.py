@@ -70,7 +70,7 @@ def decode(model: Any, prompts: Any = PROMPTS) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def causal_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Write causal checkpoints of transformers. Key: whether the output matrix is tied to the embeddings."""
+    """Write causal checkpoints. Keys of the result: whether the output matrix is tied to the embeddings."""
     folders = {}
     for tied in (False, True):
         torch.manual_seed(0)
@@ -101,7 +101,7 @@ def test_logits_stay_close_and_files_reload_exactly(family: str, tmp_path: Path)
     for name, weight in exact.module.state_dict().items():
         if state.get(name, weight).dtype == torch.int8:
             weight.copy_(state[name].mT * state[scale_name(name)].unsqueeze(-1))
-    assert median_error(actual, logits(exact, tokens)) < 0.003  # only activations are rounded in one of the two
+    assert median_error(actual, logits(exact, tokens)) < 0.003  # now only the activations are rounded differently
     model.save_pretrained(tmp_path)
     repeated = paradec.load(tmp_path)
     assert replace(repeated.facts, name=model.facts.name) == model.facts

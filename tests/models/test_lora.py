@@ -33,7 +33,7 @@ CONFIG = {
     "peft_type": "LORA", "r": 4, "rank_pattern": {}, "revision": None, "task_type": None, "use_dora": False,
     "use_rslora": False,
 }  # fmt: skip
-"""adapter_config.json of peft. D2F's config has rank and alpha 32, and the matrices of `TARGETS`."""
+"""adapter_config.json of peft. D2F's config has rank and alpha 32, and the modules in `TARGETS`."""
 TARGETS = {
     "dream-tiny": ["q_proj", "v_proj", "k_proj", "o_proj"],
     "llada-tiny": ["q_proj", "v_proj", "k_proj", "attn_out"],

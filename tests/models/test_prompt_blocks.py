@@ -44,7 +44,7 @@ def test_decoding_equals_a_plain_loop(add: float, cache: str, prediction: str) -
     several = False
     for threshold in (0.2, 0.6):
         sampler = samplers.create("threshold", threshold=threshold)
-        # the confidence is a probability without the mask token, as in `plain_loop`
+        # as in `plain_loop`, confidences are probabilities without the mask token
         out = decode(model, sampler=sampler, cache=cache, blocks=PipelinedBlocks(BLOCK, add=add))
         for row, prompt in enumerate(ROWS):
             expected = plain_loop(model, prompt, 10, threshold, add)

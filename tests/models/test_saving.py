@@ -126,7 +126,7 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def use_plain_experts(module: Any) -> None:
-    """Switch a module of transformers to experts that support float64; its default ones do not."""
+    """Switch a module of transformers to the "eager" experts, which support float64, unlike the default ones."""
     if getattr(module.config, "_experts_implementation", None) == "grouped_mm":
         module.set_experts_implementation("eager")
 
@@ -136,7 +136,7 @@ def are_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def assert_models_equal(model: Model, other: Model) -> None:
-    for each in (model, other):  # a weight's alignment in memory follows its place in the file and changes the last bit
+    for each in (model, other):  # copies, because a weight's offset in its mapped file changes the last bit
         for parameter in each.module.parameters():
             if parameter.device.type != "meta":
                 parameter.data = parameter.data.clone()

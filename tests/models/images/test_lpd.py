@@ -47,7 +47,7 @@ def test_decoding_equals_the_recorded_run(name: str) -> None:
     case, arrays = image_case("lpd", name)
     settings, steps = case["settings"], case["steps"]
     seed = re.search(r"manual_seed\((\d+)\)", case["draws"])
-    # float32 cannot resolve margins below 1e-4; seeded runs need it, as torch draws other numbers in float64
+    # margins below 1e-4 need float64; seeded runs need float32, because torch draws other numbers in float64
     dtype = torch.float32 if case["margin"] >= 1e-4 or seed is not None else torch.float64
     model = load_recorded(case["model"], dtype)
     order = orders.Given(cells=case["orders"], sizes=settings["group_sizes"])
@@ -212,7 +212,7 @@ def test_guidance_grows_with_the_rank() -> None:
         sampler.commit(state, sampler.step(model, state))
     assert actual == [1 + 4 * rank / 16 for rank in range(16)]
     assert replace(sampler, guidance_schedule="constant").guidance(state) == 5.0
-    # guidance 1 evaluates one branch and gives the same images
+    # with a guidance scale of 1 only one branch is evaluated
     assert make(model, guidance_scale=1.0).row_forwards == 10 and make(model).row_forwards == 20
 
 

@@ -22,8 +22,6 @@ from paradec.samplers.pictures.continuous import MAR as Sampler
 
 SIZES = {"side": 6, "channels": 4, "width": 16, "depth": 2, "heads": 2, "classes": 10, "buffer": 4}
 HEAD = {"head_depth": 2, "head_width": 16, "eps": 1e-5}
-
-
 RECORDED = [path for path in sorted(golden("recap").glob("*.json")) if "orders" in read_json_unrecorded(path)]
 
 

@@ -351,7 +351,7 @@ def test_files_that_are_cut_off_load_partly_or_are_refused(tmp_path: Path) -> No
 
 
 def test_scores_of_sequences_as_text() -> None:
-    """A text scores like its row; tied residues are one column; the default order is the chain's."""
+    """Full sequences as texts score like their rows, also with ties. The default order is the chain's."""
     structure = piece(0, 12, "short")
     model = load_protein_mpnn(WEIGHTS, structure)
     row, size = model.prompt(redesign=range(8)), len(structure)

@@ -49,7 +49,7 @@ def test_probabilities_equal_the_public_code(name: str, dtype: torch.dtype) -> N
     weights = find_weights(f"small_{'ligand' if case['model'] == 'ligand_mpnn' else 'membrane'}.pt", "ligands")
     model = load_protein_mpnn(weights, structure, dtype=dtype)
     probabilities, expected = predict(model, case["order"])[case["residues"]], torch.tensor(case["log_probs"]).exp()
-    assert (probabilities - expected).abs().max() < 2e-5  # recorded to five digits of a logarithm
+    assert (probabilities - expected).abs().max() < 2e-5  # log-probabilities are recorded with five digits
     # atoms and membrane labels change the probabilities
     bare = dataclasses.replace(structure, atoms=None, elements=(), membrane=None)
     difference = (predict(model.on(bare), case["order"])[case["residues"]] - expected).abs().max()

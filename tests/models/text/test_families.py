@@ -101,7 +101,7 @@ def test_facts_come_from_config_and_tokenizer(family: str, model: Model) -> None
     assert facts.prediction == {"sdar": "same", "fast_dllm_v2": "shifted"}[family]
     assert type(model.module).__name__ == MODULES[family][1]
     assert facts.mask_token_id == 3  # from the tokenizer; config.json has none
-    assert set(facts.eos_token_ids) == {"sdar": {0, 2}, "fast_dllm_v2": {2}}[family]  # end of text and end of turn
+    assert set(facts.eos_token_ids) == {"sdar": {0, 2}, "fast_dllm_v2": {2}}[family]  # 2 is the end of a turn
     # SDAR's padding id comes from the tokenizer; Fast-dLLM v2's config.json overrides its tokenizer
     assert facts.pad_token_id == {"sdar": 0, "fast_dllm_v2": 2}[family]
     assert facts.max_length == 64

@@ -32,7 +32,7 @@ from paradec.core.query import Query, StoreCall
 from paradec.models.adapter import Model
 
 TOLERANCE = 2e-4
-"""For the golden logits in float32. Each of several deliberate mistakes changes them by 4e-2 or more."""
+"""Tolerance of the golden logits in float32. Deliberate mistakes changed them by 4e-2 or more."""
 MODULES = {
     "llada2-tiny": "Glm4MoeForCausalLM",
     "llada-moe-tiny": "Qwen3MoeForCausalLM",
@@ -412,7 +412,7 @@ def test_end_tokens_of_llada2(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(table))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     assert ends(folder) == (93, 94)
-    assert paradec.load(folder, block_length=8).facts.mask_token_id == 95  # by its published name
+    assert paradec.load(folder, block_length=8).facts.mask_token_id == 95  # the id of <|mask|>
 
 
 @pytest.mark.thinned

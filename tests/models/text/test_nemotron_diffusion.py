@@ -249,7 +249,7 @@ def test_block_diffusion_traces(path: Path, cache: str) -> None:
                     recorded.append({(begin + step["block"] * block, step["seed"])})
                     width.append(begin if not step["block"] else block)
                     confidences.append({})
-            if state.stopped[0]:  # the rest is padding
+            if state.stopped[0]:  # later tokens are padding
                 commits, recorded = (
                     [{c for c in step if c[0] < state.end[0]} for step in steps] for steps in (commits, recorded)
                 )

@@ -15,8 +15,6 @@ names = st.sampled_from(sorted(TASKS))
 seeds = st.integers(0, 2**32)
 
 ITEMS = ("pear", "fig", "apple")
-
-
 INSERTED = ["kiwi pear fig apple", "pear kiwi fig apple", "pear fig kiwi apple", "pear fig apple kiwi"]
 
 

@@ -85,7 +85,7 @@ def test_a_page_holds_every_step(trace: Trace) -> None:
 def test_token_texts_are_escaped(tmp_path: Path) -> None:
     name = "</title><script>window.hacked = 1</script>"
     text = page([hostile_trace(), hostile_trace()], [name, HOSTILE[1]], HOSTILE[0])
-    text.encode("utf-8")  # the lone surrogate is gone
+    text.encode("utf-8")  # works, because the lone surrogate was replaced
     page([scripts_trace()], ["\udce9"]).encode("utf-8")
     actual = PageReader(text)
     plain = PageReader(page([scripts_trace(), scripts_trace()]))

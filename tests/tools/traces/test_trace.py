@@ -188,7 +188,7 @@ def test_saved_traces_load_unchanged(tmp_path: Path, llada64: Model) -> None:
     out.trace.save(file)
     loaded = Trace.load(file)
     assert [vars(step) for step in loaded.steps] == [vars(step) for step in out.trace.steps]
-    out.trace.settings = loaded.settings = {}  # JSON makes lists of tuples
+    out.trace.settings = loaded.settings = {}  # JSON turns tuples into lists
     assert vars(loaded) == vars(out.trace) and Trace.from_json(out.trace.to_json()) == loaded
     later = json.loads(out.trace.to_json()) | {"of_a_later_version": 1}
     later["steps"][0]["of_a_later_version"] = [0.5]

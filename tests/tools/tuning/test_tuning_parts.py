@@ -129,7 +129,7 @@ def test_ranges_cover_hand_set_values_and_valid_settings(name: str) -> None:
             assert domain.whole == all(isinstance(value, int) for value in values)
             assert not domain.log or domain.low > 0
         else:
-            assert all(value in domain.values for value in values)  # some are mappings
+            assert all(value in domain.values for value in values)  # mappings have no hash
 
 
 def test_unsupported_pairs_are_omitted_and_reported() -> None:
@@ -175,7 +175,7 @@ def test_the_cheapest_candidate_that_is_not_worse_is_chosen() -> None:
     assert chosen([*hand, point("cheaper", 0.895, 2)]) == ["cheaper", "c"]
     assert chosen([*hand, point("cheapest", 0.895, 1), point("cheaper", 0.9, 2)]) == ["cheapest", "c"]
     assert chosen([*hand, point("as costly", 0.95, 3)]) == ["c", "c"]
-    assert chosen([*hand, point("the best of many", 1.0, 9)]) == ["c", "c"], "only hand-set ones set the mark"
+    assert chosen([*hand, point("the best of many", 1.0, 9)]) == ["c", "c"], "only hand-set candidates set the mark"
     assert chosen([*hand, point("half a point below", 0.89, 2)]) == ["c", "c"]
     # equal means, but the difference depends on one prompt of four
     lucky = point("lucky", [0.8, 0.8, 1.0, 0.98], 2)
