@@ -93,7 +93,7 @@ def test_causal_models_answer_like_the_pipeline(seed: int) -> None:
 def test_masked_models_answer_like_the_pipeline_with_a_masked_template(prediction: str) -> None:
     from transformers.decision import DECISION_PROMPT
 
-    read = "<|mask|><|mark|>" if prediction == "same" else "<|mark|><|mask|>"
+    answer = "<|mask|><|mark|>" if prediction == "same" else "<|mark|><|mask|>"
     template = (
         f"{{% set asked %}}{DECISION_PROMPT}{{% endset %}}<|turn|>user\n{{{{ asked }}}}<|end|>\n<|turn|>assistant\n"
     )
@@ -101,7 +101,7 @@ def test_masked_models_answer_like_the_pipeline_with_a_masked_template(predictio
     module.config.is_causal = False
     for layer in module.model.layers:
         layer.self_attn.is_causal = False
-    expected = decide_by_pipeline(module, f"{template}{read}<|end|>", {})
+    expected = decide_by_pipeline(module, f"{template}{answer}<|end|>", {})
     check_answers(paradec.decide(chat_model("bidirectional", prediction, module), STATE, QUESTIONS), expected, 2e-6)
 
 
@@ -203,11 +203,11 @@ def test_canvas_models_answer_from_the_first_step(seeds: int) -> None:
             total += float(logits.double().softmax(-1)[ids].sum()) / seeds
         return math.log(total)
 
-    one, two = chat_ids(texts[0]), chat_ids(texts[1])
-    assert (len(one), len(two)) == (1, 2)
+    short, long = chat_ids(texts[0]), chat_ids(texts[1])
+    assert (len(short), len(long)) == (1, 2)
     expected = [
-        log_p([-1, -1, CHAT_END], 0, one) + log_p([one[0], -1, CHAT_END], 1, [CHAT_END]),
-        log_p([-1, -1, CHAT_END], 0, two[:1]) + log_p([two[0], -1, CHAT_END], 1, two[1:]),
+        log_p([-1, -1, CHAT_END], 0, short) + log_p([short[0], -1, CHAT_END], 1, [CHAT_END]),
+        log_p([-1, -1, CHAT_END], 0, long[:1]) + log_p([long[0], -1, CHAT_END], 1, long[1:]),
     ]
     assert actual.log_scores == pytest.approx(expected, rel=1e-5)  # logits are float32
 
@@ -252,8 +252,8 @@ def test_rotated_options_have_every_label_once() -> None:
     scores = dict.fromkeys(options, 0.0)
     for shift in range(3):
         rotated = options[shift:] + options[:shift]
-        one = paradec.decide(model, "only level", {"tone": Pick("Tone?", rotated)})["tone"]
-        for option, score in zip(rotated, one.log_scores, strict=True):
+        answer = paradec.decide(model, "only level", {"tone": Pick("Tone?", rotated)})["tone"]
+        for option, score in zip(rotated, answer.log_scores, strict=True):
             scores[option] += score / 3
     assert actual["tone"].log_scores == pytest.approx([*scores.values()], rel=1e-9)
     assert [*actual["tone"].probabilities] == options
@@ -367,8 +367,8 @@ def test_values_are_copied_saved_and_compared() -> None:
     actual = paradec.decide(chat_model("bidirectional"), "x", QUESTIONS)
     for other in (copy.deepcopy(actual), pickle.loads(pickle.dumps(actual))):
         assert other == actual and other["tone"].probabilities == actual["tone"].probabilities
-    for one in (*QUESTIONS.values(), *FEW.values()):
-        assert pickle.loads(pickle.dumps(one)) == one == copy.deepcopy(one)
+    for question in (*QUESTIONS.values(), *FEW.values()):
+        assert pickle.loads(pickle.dumps(question)) == question == copy.deepcopy(question)
     data = json.loads(json.dumps(actual.to_dict()))
     assert data["answers"]["spam"]["probabilities"][0] == [True, actual["spam"].probabilities[True]]
     assert Pick("?", {"a": None, "b": "x"}).descriptions == [None, "x"]

@@ -21,9 +21,9 @@ ELSEWHERE = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parents[1])}
 
 
 def run_python(code: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ELSEWHERE)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("\n")[:-1]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ELSEWHERE)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split("\n")[:-1]
 
 
 def test_importing_paradec_does_not_import_torch() -> None:
@@ -115,9 +115,9 @@ def test_the_progress_bar_counts_tokens_and_forwards(packaged: Model, capsys: py
     drawn = capsys.readouterr().err.split("\r")[-1]
     assert f"forwards={rows.nfe}" in drawn and sum(rows.row_nfe) > rows.nfe  # calls, not the sum over rows
     digits = paradec.load("digits-ar")
-    made = paradec.generate_images(digits, class_labels=3, seed=0, progress=True, output_type="latent")
+    output = paradec.generate_images(digits, class_labels=3, seed=0, progress=True, output_type="latent")
     drawn = capsys.readouterr().err
-    assert "49/49" in drawn and f"forwards={made.nfe}" in drawn
+    assert "49/49" in drawn and f"forwards={output.nfe}" in drawn
 
 
 def test_accelerate_by_name() -> None:
@@ -163,6 +163,6 @@ logging.getLogger("paradec").warning("before")
 logging.basicConfig(format="%(message)s")
 logging.getLogger("paradec").warning("after")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ELSEWHERE)
-    assert (done.returncode, done.stderr) == (0, "after\n")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ELSEWHERE)
+    assert (result.returncode, result.stderr) == (0, "after\n")
     assert logging.getLogger("paradec").level == logging.NOTSET

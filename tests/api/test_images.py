@@ -198,9 +198,9 @@ def test_packaged_drafter(shape: dict[str, Any]) -> None:
 def test_the_image_command(tmp_path: Path) -> None:
     sheet, trace = tmp_path / "grid.png", tmp_path / "steps.png"
     arguments = ["image", "--class", "0-2,7", "-n", "2", "--seed", "3", "--out", str(sheet), "--trace", str(trace)]
-    done = RUNNER.invoke(app, [*arguments, "--set", "window=8", "--columns", "4", "--enlarge", "2", "--json"])
-    assert done.exit_code == 0, done.output
-    actual = json.loads(done.stdout)
+    result = RUNNER.invoke(app, [*arguments, "--set", "window=8", "--columns", "4", "--enlarge", "2", "--json"])
+    assert result.exit_code == 0, result.output
+    actual = json.loads(result.stdout)
     assert actual["class_labels"] == [0, 1, 2, 7] and len(actual["codes"]) == 8 and actual["sampler"]["window"] == 8
     assert Image.open(sheet).size == (4 * 56 + 3 * 2, 2 * 56 + 2)
     assert Image.open(trace).size == (4 * 154 + 3 * 2, 2 * 154 + 2)

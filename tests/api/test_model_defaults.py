@@ -22,11 +22,11 @@ CHOICES = [
 ]
 
 
-def prepare_chat(model: Any, given: set[str], monkeypatch: Any, choose: bool = True, **options: Any) -> Any:
+def prepare_chat(model: Any, explicit: set[str], monkeypatch: Any, choose: bool = True, **options: Any) -> Any:
     monkeypatch.setattr(paradec, "load", lambda *_, **__: model)
     values = {"model": "any", "preset": None, "sampler": "threshold", "set_": None, "dtype": None, "device": None}
     values |= {"cache": "none", "max_new_tokens": 8, "temperature": 0.0, "suffix": None} | options
-    return prepare("generate", None, given, use_defaults=choose, **values)
+    return prepare("generate", None, explicit, use_defaults=choose, **values)
 
 
 @pytest.mark.parametrize(("topology", "prediction", "sampler", "cache", "block_length"), CHOICES)
@@ -36,14 +36,14 @@ def test_chat_and_serve_choose_defaults_by_topology(
     model = tiny(2, topology, prediction)
     work = prepare_chat(model, set(), monkeypatch)
     assert (work.method.name, work.cache_name, model.default_block_length) == (sampler, cache, block_length)
-    named = {} if cache == "causal" else {"cache": cache}
-    expected = paradec.generate(model, PROMPT, sampler=sampler, max_new_tokens=8, block_length=block_length, **named)
+    option = {} if cache == "causal" else {"cache": cache}
+    expected = paradec.generate(model, PROMPT, sampler=sampler, max_new_tokens=8, block_length=block_length, **option)
     assert torch.equal(work.run(PROMPT, lambda *_: None).new_tokens, expected.new_tokens)
 
 
 def test_explicit_options_are_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for given, cache in (({"cache"}, "none"), ({"cache"}, "prefix")):
-        work = prepare_chat(tiny(1), given, monkeypatch, cache=cache)
+    for explicit, cache in (({"cache"}, "none"), ({"cache"}, "prefix")):
+        work = prepare_chat(tiny(1), explicit, monkeypatch, cache=cache)
         work.choose_cache()
         assert work.cache_name == cache
     Request(sampler="credit", cache="prefix", block_length=4).save(tmp_path / "saved.json")
@@ -57,7 +57,7 @@ def test_explicit_options_are_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_causal_models_decode_without_a_sampler_argument() -> None:
     model = tiny(2, "causal", "shifted")
-    outputs = [paradec.generate(model, PROMPT, max_new_tokens=12, **named) for named in ({}, {"sampler": "sjd"})]
+    outputs = [paradec.generate(model, PROMPT, max_new_tokens=12, **option) for option in ({}, {"sampler": "sjd"})]
     assert torch.equal(outputs[0].new_tokens, outputs[1].new_tokens) and outputs[0].nfe == outputs[1].nfe
     batch = list(paradec.generate_many(model, [PROMPT, PROMPT[:2]], max_new_tokens=12))
     assert torch.equal(batch[0].new_tokens, outputs[0].new_tokens)

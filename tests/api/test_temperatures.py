@@ -171,8 +171,8 @@ def table_drafter(causal: dict[str, Any]) -> ConstantTable:
 def test_masked_samplers_decode_at_every_temperature(name: str, filter_file: str) -> None:
     drawn = [
         decode_tokens(name, table(name=name), filter_file, 4, temperature=temperature, **filters)
-        for temperature, others in zip(TEMPERATURES, FILTERS, strict=True)
-        for filters in ([{}, others] if others else [{}])
+        for temperature, chosen in zip(TEMPERATURES, FILTERS, strict=True)
+        for filters in ([{}, chosen] if chosen else [{}])
     ]
     assert any(not torch.equal(drawn[0], other) for other in drawn[1:])
     # above 8,192 tokens, float32 logits take the chunked float32 path of the token statistics
@@ -376,7 +376,7 @@ def test_a_broken_drafter_is_reported(kind: str, tree: Any) -> None:
     value = float("-inf" if kind == "allowed" else kind)
     stride = {"allowed": 2, "-inf": 1}.get(kind, 12)
 
-    def break_logits(module: Any, given: Any, output: Any) -> None:
+    def break_logits(module: Any, args: Any, output: Any) -> None:
         output.logits[..., ::stride] = value
 
     drafter.module.register_forward_hook(break_logits)

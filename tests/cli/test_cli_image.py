@@ -28,9 +28,9 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], Path]:
     sheet = folder / "sheet.png"
-    done = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", "--json", "--enlarge", "1", *arguments])
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout), sheet
+    result = RUNNER.invoke(app, ["image", "--out", str(sheet), "--seed", "3", "--json", "--enlarge", "1", *arguments])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), sheet
 
 
 def colours(file: Path) -> int:
@@ -131,8 +131,8 @@ def test_mar_drafts_for_mar(mar: str, tmp_path: Path) -> None:
     actual, _ = run(tmp_path, *arguments)
     assert actual["row_nfe"] == [5] * 3 and actual["draft_nfe"] == [6] * 3
     assert actual["sampler"]["draft"] == Path(mar).name and actual["sampler"]["head_steps"] == [2, 1]
-    done = RUNNER.invoke(app, ["image", "--out", str(tmp_path / "sheet.png"), *arguments])
-    assert ": 5 forwards (15 row calls), 6 forwards (18 row calls) of the drafter, " in done.stdout
+    result = RUNNER.invoke(app, ["image", "--out", str(tmp_path / "sheet.png"), *arguments])
+    assert ": 5 forwards (15 row calls), 6 forwards (18 row calls) of the drafter, " in result.stdout
 
 
 @pytest.mark.thinned
@@ -194,9 +194,9 @@ def test_wrong_commands_are_refused(arguments: list[str], message: str, amused: 
     folders = {"AMUSED": amused, "MAR": mar, "TEXT": text} | {path.name: str(path) for path in tmp_path.iterdir()}
     model, *rest = (part.replace("TMP", str(tmp_path)) for part in arguments)
     command = ["image", "--out", str(tmp_path / "sheet.png"), "--model", folders.get(model, model), *rest]
-    done = RUNNER.invoke(app, command)
-    assert done.exit_code == 2 and message in done.stderr, done.output
-    assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error: ")
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 2 and message in result.stderr, result.output
+    assert len(result.stderr.strip().splitlines()) == 1 and result.stderr.startswith("error: ")
     assert not (tmp_path / "sheet.png").exists()
 
 
@@ -217,21 +217,21 @@ def test_presets_apply_to_images(tmp_path: Path) -> None:
     for options, changes in [([], {}), (["--seed", "6", "--top-k", "0"], {"seed": 6, "top_k": 0})]:
         arguments = ["image", "--class", "3", "--out", str(sheet), "--preset", str(path), "--json", *options]
         arguments += ["--enlarge", "1"]
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, done.output
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
         expected = paradec.generate_images(model, class_labels=3, preset=path, **changes)
-        assert json.loads(done.stdout)["nfe"] == expected.nfe
+        assert json.loads(result.stdout)["nfe"] == expected.nfe
         assert Image.open(sheet).convert("L").tobytes() == expected.images[0].convert("L").tobytes()
     path.write_text('{"chat": true}')
-    done = CliRunner().invoke(app, ["image", "--class", "3", "--out", str(sheet), "--preset", str(path)])
-    assert done.exit_code == 2 and "chat=True has no meaning for pictures" in done.stderr
+    result = CliRunner().invoke(app, ["image", "--class", "3", "--out", str(sheet), "--preset", str(path)])
+    assert result.exit_code == 2 and "chat=True has no meaning for pictures" in result.stderr
 
 
 def test_small_pictures_are_enlarged(tmp_path: Path) -> None:
     sheet = tmp_path / "sheet.png"
     for options, side in (((), 252), (("--enlarge", "2"), 56)):
-        done = RUNNER.invoke(app, ["image", "--class", "3", "--out", str(sheet), "--seed", "3", *options])
-        assert done.exit_code == 0 and Image.open(sheet).size == (side, side)
+        result = RUNNER.invoke(app, ["image", "--class", "3", "--out", str(sheet), "--seed", "3", *options])
+        assert result.exit_code == 0 and Image.open(sheet).size == (side, side)
         pixels = np.asarray(Image.open(sheet)).reshape(28, side // 28, 28, side // 28)
         assert (pixels == pixels[:, :1, :, :1]).all()
     assert [enlargement(size) for size in ((28, 28), (127, 4), (128, 128), (512, 64), (300, 300))] == [9, 2, 1, 1, 1]

@@ -116,10 +116,10 @@ LIGAND, BOUND = GOLDEN / "ligands" / "small_ligand.pt", GOLDEN / "ligands" / "bo
 
 
 def test_bias_and_excluded_letters(small: Path) -> None:
-    given = (WEIGHTS, small, "--seed", 3)
+    arguments = (WEIGHTS, small, "--seed", 3)
     letters = "ACDEFGHIKLMNPQRSTVWY"
-    assert {*run_json(*given, "--exclude", letters[3:].lower())["sequence"]} <= {*"ACD:"}
-    assert {*run_json(*given, "--bias", "W:99,K=-2")["sequence"]} == {*"W:"}
+    assert {*run_json(*arguments, "--exclude", letters[3:].lower())["sequence"]} <= {*"ACD:"}
+    assert {*run_json(*arguments, "--bias", "W:99,K=-2")["sequence"]} == {*"W:"}
 
 
 def test_tied_residues_are_equal(small: Path) -> None:
@@ -138,8 +138,8 @@ def test_membrane_labels_change_scores() -> None:
     membrane = GOLDEN / "ligands" / "small_membrane.pt"
     arguments = (membrane, BOUND, "--seed", 1, "--temperature", 0)
     scores = [
-        run_json(*arguments, *more)["score"]
-        for more in ((), ("--transmembrane",), ("--buried", "A185,B338-349"), ("--interface", "A185,B338-349"))
+        run_json(*arguments, *flags)["score"]
+        for flags in ((), ("--transmembrane",), ("--buried", "A185,B338-349"), ("--interface", "A185,B338-349"))
     ]
     assert len({*scores}) == 4
 

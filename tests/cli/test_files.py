@@ -90,7 +90,7 @@ def test_a_failing_prompt_has_an_error_and_the_others_answers(tmp_path: Path) ->
 def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the output at a byte, resume, and compare with an uninterrupted job. every: at each byte, not at some."""
     entries = [{"prompt": "Shuffle: pear fig apple", "id": "é\u2028\x85🦊"}, "H\u2028llo", {"messages": CHAT, "id": 7}]
-    source, full, out = prompts(tmp_path, entries), tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    source, full, out = prompts(tmp_path, entries), tmp_path / "complete.jsonl", tmp_path / "answers.jsonl"
     flags = ("--temperature", 1, "--batch", 2, "--max-new-tokens", 6, "--seed", 3)
     assert run("generate", "--in", source, "--out", full, *flags).exit_code == 1
     data = full.read_bytes()
@@ -99,7 +99,7 @@ def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, mon
     # record the file that the resumed job has written before it sorts the lines
     monkeypatch.setattr(files, "write_lines", lambda *arguments: (seen.append(out.read_bytes()), write(*arguments)))
     inside = [index for index, byte in enumerate(data) if byte & 0xC0 == 0x80]
-    ends = [index + beside for index, byte in enumerate(data) if byte == 10 for beside in (0, 1)]
+    ends = [index + offset for index, byte in enumerate(data) if byte == 10 for offset in (0, 1)]
     for cut in range(len(data) + 1) if every else sorted({0, 1, 9, len(data) // 2, *inside, *ends}):
         out.write_bytes(data[:cut])
         result = run("generate", "--in", source, "--out", out, "--resume", *flags)
@@ -110,11 +110,11 @@ def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, mon
         out.write_bytes(parts[first] + parts[second][:-20])
         assert run("generate", "--in", source, "--out", out, "--resume", *flags).exit_code == 1
         assert out.read_bytes() == data
-    drawn = ("--temperature", 1, "--batch", 1)  # without --seed, a resumed job has the first job's seed
+    sampling = ("--temperature", 1, "--batch", 1)  # without --seed, a resumed job has the first job's seed
     full.unlink()
-    assert run("generate", "--in", source, "--out", full, *drawn).exit_code == 1
+    assert run("generate", "--in", source, "--out", full, *sampling).exit_code == 1
     out.write_bytes(full.read_bytes()[: len(data) // 2])
-    assert run("generate", "--in", source, "--out", out, "--resume", *drawn).exit_code == 1
+    assert run("generate", "--in", source, "--out", out, "--resume", *sampling).exit_code == 1
     assert out.read_bytes() == full.read_bytes()
 
 
@@ -138,9 +138,9 @@ def test_jobs_with_other_settings_cannot_resume(tmp_path: Path) -> None:
         message = refused("generate", "--in", source, "--out", out, "--resume", *flags)
         assert "was made with other settings (line 1)" in message and all(part in message for part in parts), flags
         assert out.read_bytes() == before
-    drawn = f', "draws": {DRAWS}'.encode()
-    assert drawn in before
-    out.write_bytes(before.replace(drawn, b""))
+    draws = f', "draws": {DRAWS}'.encode()
+    assert draws in before
+    out.write_bytes(before.replace(draws, b""))
     message = refused("generate", "--in", source, "--out", out, "--resume", "--temperature", 1)
     assert f"draws is not set in the file and {DRAWS} here" in message
 
@@ -317,10 +317,10 @@ def test_decide_answers_every_line(tmp_path: Path) -> None:
         expected = paradec.decide(paradec.load(), prompt, {"span": question}).to_dict()["answers"]
         assert entry["prompt"] == prompt and entry["answers"] == json.loads(json.dumps(expected))
     assert answers[0]["id"] == "a" and "vocabulary" in answers[1]["error"] and "constraint" in answers[2]["error"]
-    whole = out.read_bytes()
-    out.write_bytes(whole[: len(whole) // 2])
+    complete = out.read_bytes()
+    out.write_bytes(complete[: len(complete) // 2])
     data = json.loads(run(*flags, "--resume", "--json").stdout)
-    assert out.read_bytes() == whole and data["there_before"] + data["answered"] == 2 and "tokens" not in data
+    assert out.read_bytes() == complete and data["there_before"] + data["answered"] == 2 and "tokens" not in data
     assert "is not empty" in refused(*flags)
     assert "questions.pick is not set in the file" in refused(*flags, "--pick", "=a|b", "--resume")
     assert "temperature is 1.0 in the file and 2.0" in refused(*flags, "--temperature", 2, "--resume")

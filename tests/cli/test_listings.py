@@ -168,9 +168,9 @@ def test_the_packaged_model_solves_its_tasks() -> None:
         assert packaged.describe_lengths(task.name) == f"{min(task.sizes)} to {max(task.sizes)}"
         out = paradec.generate(model, packaged.example_prompt(task.name))
         example = next(e for e in load_prompts(task.name, 1))
-        drawn: dict[str, Any] = packaged.EXAMPLE if task.name != "latin_square" else {"items": "A B C"}
-        fields = {name: drawn[name] for name in ("word", "target", "index") if "{" + name + "}" in task.template}
-        question = type(example)(task.name, packaged.example_prompt(task.name), tuple(drawn["items"].split()), **fields)
+        entry: dict[str, Any] = packaged.EXAMPLE if task.name != "latin_square" else {"items": "A B C"}
+        fields = {name: entry[name] for name in ("word", "target", "index") if "{" + name + "}" in task.template}
+        question = type(example)(task.name, packaged.example_prompt(task.name), tuple(entry["items"].split()), **fields)
         assert task.check(question, out.text), (question.prompt, out.text)
 
 

@@ -201,9 +201,9 @@ except ImportError as error:
     print(error)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), str(Path.cwd())]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    first, *middle, last = done.stdout.splitlines()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    first, *middle, last = result.stdout.splitlines()
     assert first.startswith("sampler 'threshold' of others (others:Everything) is left out: the name is taken by")
     assert middle == ["paradec.samplers.masked.rules.threshold True", "True"]
     assert last == "sampler 'broken' of another package cannot be imported: No module named 'nowhere'"

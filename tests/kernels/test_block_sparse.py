@@ -153,9 +153,9 @@ def test_random_lists_are_reference_attention(
 def test_full_lists_are_dense_and_their_order_does_not_matter() -> None:
     query, key, value = tensors(2, 4, 2, 75)
     dense = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
-    every = BlockIndex.from_mask(torch.ones(2, 4, 5, 5, dtype=torch.bool), 16)
+    all_blocks = BlockIndex.from_mask(torch.ones(2, 4, 5, 5, dtype=torch.bool), 16)
     for backend in ("torch", "flex"):
-        for index in (every, BlockIndex(every.count, every.blocks.flip(-1), 16), None):
+        for index in (all_blocks, BlockIndex(all_blocks.count, all_blocks.blocks.flip(-1), 16), None):
             output = sparse_attention(query, key, value, index, block_size=16, backend=backend)
             assert (output - dense).abs().max() < 1e-13
 

@@ -361,8 +361,8 @@ def test_both_file_formats(tmp_path: Path, bias: bool) -> None:
         paradec.load_drafter(write_drafter(tmp_path / file, config, weights, file), base=base)
         for file in ("model.safetensors", "pytorch_model.bin")
     )
-    for (name, one), other in zip(a.module.state_dict().items(), b.module.state_dict().values(), strict=True):
-        assert torch.equal(one, other) and torch.equal(one, weights[name])
+    for (name, first), second in zip(a.module.state_dict().items(), b.module.state_dict().values(), strict=True):
+        assert torch.equal(first, second) and torch.equal(first, weights[name])
     assert a.dtype == torch.float64 and a.facts.name == "model.safetensors" and a.facts.vocab_size == VOCAB
     narrow = paradec.load_drafter(tmp_path / "pytorch_model.bin", base=base, dtype=torch.float32)
     assert narrow.dtype == torch.float32

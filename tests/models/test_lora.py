@@ -182,8 +182,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytes
         paradec.load(base, adapter=folder)
     folder = write(tmp_path / "halves", "llada-tiny")
     weights = load_file(folder / "adapter_model.safetensors")
-    one = f"base_model.model.{name}.lora_B.weight"
-    save_file({k: v for k, v in weights.items() if k != one}, folder / "adapter_model.safetensors")
+    missing = f"base_model.model.{name}.lora_B.weight"
+    save_file({k: v for k, v in weights.items() if k != missing}, folder / "adapter_model.safetensors")
     refuses(lambda: paradec.load(base, adapter=folder), f"missing weights: {name}.lora_B.weight", CheckpointError)
     save_file(weights | {"base_model.model.lm_head.weight": up}, folder / "adapter_model.safetensors")
     refuses(lambda: paradec.load(base, adapter=folder), r"holds base_model.model.lm_head.weight .*", CheckpointError)
@@ -211,9 +211,9 @@ def layer_of(name: str) -> int:
 def test_matrices_outside_target_modules_are_not_merged(fields: dict, merged: Any, tmp_path: Path) -> None:
     base = "llada-tiny"
     pairs = random_adapter(base)
-    some = {name: pair for name, pair in pairs.items() if merged(name)}
-    assert 0 < len(some) < len(pairs)
-    by_hand = paradec.load(write_merged(tmp_path / "hand", base, some, lambda name: 6 / 4))
+    merged_pairs = {name: pair for name, pair in pairs.items() if merged(name)}
+    assert 0 < len(merged_pairs) < len(pairs)
+    by_hand = paradec.load(write_merged(tmp_path / "hand", base, merged_pairs, lambda name: 6 / 4))
     with pytest.warns(UserWarning, match="does not name model.transformer.blocks.*: left out, as by peft"):
         ours = paradec.load(GOLDEN / base, adapter=write(tmp_path / "adapter", base, pairs, **fields))
     assert same_weights(ours, by_hand)

@@ -58,8 +58,8 @@ def assert_refused(call: Callable[[Any], Any], given: Any, kind: str | None, wor
     if kind is None:
         assert f", not {words}" in text
     else:
-        what, home = MODELS[kind]
-        assert text.endswith(f" is {what}: give it to {home}")
+        description, home = MODELS[kind]
+        assert text.endswith(f" is {description}: give it to {home}")
         assert getattr(getattr(given, "facts", None), "name", "DiffusionModel") in text
     assert not calls
 

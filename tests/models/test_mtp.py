@@ -95,11 +95,11 @@ def draft_logits_without_store(drafter: MtpDrafter, tokens: list[int], drafts: T
         handle.remove()
         states, mask = last[0], torch.ones(1, 1, count, count, dtype=torch.bool).tril()
         for layer in range(len(drafts)):
-            read, positions = ids[:, 1 + layer : 1 + layer + count], torch.arange(count)[None] + 1 + layer
+            inputs, positions = ids[:, 1 + layer : 1 + layer + count], torch.arange(count)[None] + 1 + layer
             arguments = {"position_ids": positions, "attention_mask": mask}
             rotation = module.model.rotary_emb(states, positions)
             states = drafter.module.layers[layer](
-                module.model.embed_tokens(read), states, False, position_embeddings=rotation, **arguments
+                module.model.embed_tokens(inputs), states, False, position_embeddings=rotation, **arguments
             )
             result.append(module.lm_head(states[0, -1]))
     return torch.stack(result)
@@ -227,9 +227,9 @@ def test_all_layouts_load_the_same_heads(tmp_path: Path) -> None:
     (folders["shards"] / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     shutil.copy(PACKAGED / "mtp-1" / "model" / "config.json", folders["shards"])
     base, drafter = loaded(PACKAGED / "mtp-1" / "model")
-    others = [loaded(folders[name])[1] for name in ("mtp", "list", "shards")]
-    others.append(paradec.load_drafter(folders["speculators"], base=base))
-    for other in others:
+    reloaded = [loaded(folders[name])[1] for name in ("mtp", "list", "shards")]
+    reloaded.append(paradec.load_drafter(folders["speculators"], base=base))
+    for other in reloaded:
         mine, theirs = (
             paradec.samplers.Speculative(drafter=each).start(each.base, PROMPTS, max_new_tokens=9, seed=1)
             for each in (drafter, other)

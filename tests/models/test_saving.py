@@ -229,10 +229,10 @@ def test_tied_embeddings_are_stored_once(model_type: str, tmp_path: Path) -> Non
 
 def test_views_of_one_tensor_are_stored_separately(tmp_path: Path) -> None:
     model = paradec.load(write(tmp_path / "source", "Dream"))
-    both = torch.cat([model.token_embeddings().detach(), model.module.lm_head.weight.detach()])
-    rows = len(both) // 2
-    model.module.get_input_embeddings().weight = nn.Parameter(both[:rows])
-    model.module.lm_head.weight = nn.Parameter(both[rows:])
+    stacked = torch.cat([model.token_embeddings().detach(), model.module.lm_head.weight.detach()])
+    rows = len(stacked) // 2
+    model.module.get_input_embeddings().weight = nn.Parameter(stacked[:rows])
+    model.module.lm_head.weight = nn.Parameter(stacked[rows:])
     model.module.model.layers[0].mlp.up_proj.weight = model.module.model.layers[0].mlp.gate_proj.weight
     model.save_pretrained(tmp_path / "saved")
     assert_models_equal(model, paradec.load(tmp_path / "saved"))
@@ -394,17 +394,17 @@ def test_an_interrupt_while_files_are_replaced_restores_the_old_ones(
 ) -> None:
     model, folder = saved_and_changed
     before, entries = file_hashes(folder), sorted(path.name for path in folder.iterdir())
-    at, done = 0, False
-    while not done:
-        at += 1
+    number, is_saved = 0, False
+    while not is_saved:
+        number += 1
         with monkeypatch.context() as patch:
-            raise_at_call(patch, os, "replace", at)
+            raise_at_call(patch, os, "replace", number)
             try:
                 model.save_pretrained(folder, max_shard_size=size)
-                done = True
+                is_saved = True
             except Stopped:
                 assert file_hashes(folder) == before and sorted(path.name for path in folder.iterdir()) == entries
-    assert at > 2 * len(list(folder.glob("*.safetensors"))) > 4
+    assert number > 2 * len(list(folder.glob("*.safetensors"))) > 4
     assert_models_equal(model, paradec.load(folder))
 
 

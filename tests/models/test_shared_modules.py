@@ -42,9 +42,9 @@ class OpaqueWithDropout(Opaque):
 IDS9 = random_ids(2, 9)
 
 
-def logits(model: Model, **more: Any) -> Tensor:
+def logits(model: Model, **fields: Any) -> Tensor:
     positions = torch.arange(9).expand(2, 9)
-    return model(Query(rows=torch.arange(2).numpy(), tokens=IDS9, positions=positions, **more))
+    return model(Query(rows=torch.arange(2).numpy(), tokens=IDS9, positions=positions, **fields))
 
 
 def plain(module: Any) -> Tensor:
@@ -111,8 +111,8 @@ def test_two_threads_on_one_model(kind: str) -> None:
 def offloaded(module: Any) -> Any:
     from accelerate import dispatch_model
 
-    places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-    return dispatch_model(module, {**places, "lm_head": "cpu"}, main_device="cpu", force_hooks=True)
+    device_map = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    return dispatch_model(module, {**device_map, "lm_head": "cpu"}, main_device="cpu", force_hooks=True)
 
 
 def quantised(module: Any) -> Any:

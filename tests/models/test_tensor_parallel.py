@@ -326,7 +326,7 @@ def test_commands_print_once(rank_results: list[Any], folder: Path) -> None:
 def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     source = GOLDEN / "llada-tiny"
-    for given, message in (
+    for arguments, message in (
         ({"tp_plan": "auto"}, "needs several processes: start them with torchrun --nproc-per-node N"),
         ({"tp_plan": 2}, "tp_plan=2 must be 'auto' or a mapping"),
         ({"tp_plan": {}}, "tp_plan={} must be 'auto' or a mapping"),
@@ -334,7 +334,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"tp_plan": "auto", "device_map": "cpu"}, "tp_plan='auto' does not go with device_map='cpu'"),
         ({"tp_plan": "auto", "quantization_config": {}}, "tp_plan='auto' does not go with quantization_config"),
     ):
-        assert "\n" not in refuses(partial(paradec.load, source, **given), message)
+        assert "\n" not in refuses(partial(paradec.load, source, **arguments), message)
     refuses(lambda: paradec.load("digits-ar", tp_plan="auto"), "tp_plan='auto' is not for image models")
 
 

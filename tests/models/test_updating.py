@@ -31,8 +31,8 @@ def perturb(model: Model, share: float = 0.3) -> dict[str, Tensor]:
     }
 
 
-def decode_tokens(model: Model, **more: Any) -> Tensor:
-    return paradec.generate(model, ROWS, **REQUEST, **more).sequences
+def decode_tokens(model: Model, **request: Any) -> Tensor:
+    return paradec.generate(model, ROWS, **REQUEST, **request).sequences
 
 
 @pytest.mark.thinned
@@ -42,7 +42,7 @@ def test_published_names_reload_the_files(name: str) -> None:
     model = copy.deepcopy(golden_moe(name)) if folder.parent.name == "moe" else paradec.load(folder, dtype="float32")
     before = decode_tokens(model)
     original = {key: tensor.clone() for key, tensor in model.module.state_dict().items()}
-    places = [parameter.data_ptr() for parameter in model.module.parameters()]
+    addresses = [parameter.data_ptr() for parameter in model.module.parameters()]
     assert model.update_weights(perturb(model, 0.05)) == 1
     assert not torch.equal(model.module.state_dict()[next(iter(original))], original[next(iter(original))])
     files = {key: tensor for path in folder.glob("*.safetensors") for key, tensor in load_file(path).items()}
@@ -50,7 +50,7 @@ def test_published_names_reload_the_files(name: str) -> None:
     assert model.update_weights({key: tensor.double() for key, tensor in published.items()}) == 2
     assert all(torch.equal(tensor, original[key]) for key, tensor in model.module.state_dict().items())
     assert torch.equal(decode_tokens(model), before)
-    assert places == [parameter.data_ptr() for parameter in model.module.parameters()]
+    assert addresses == [parameter.data_ptr() for parameter in model.module.parameters()]
 
 
 def test_versions_count_updates() -> None:

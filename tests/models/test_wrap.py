@@ -90,10 +90,10 @@ def test_the_output_matrix_runs_on_wanted_positions_only(kind: str) -> None:
     head = model.module.head if kind == "Opaque" else model.module.get_output_embeddings()
     seen: list[int] = []
     head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:-1].numel()))
-    some = call(model, ids, wanted)
+    selected = call(model, ids, wanted)
     everything = call(model, ids)
     expected = everything.gather(1, wanted.unsqueeze(-1).expand(-1, -1, everything.shape[-1]))
-    torch.testing.assert_close(some, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(selected, expected, rtol=0, atol=1e-12)
     assert seen == ([18, 18] if kind == "Opaque" else [6, 18])
 
 
@@ -140,8 +140,8 @@ def test_remote_code_returns_the_loader_logits(wrapped_remote: Model, remote: An
     loaded = paradec.load(GOLDEN / "llada-tiny", dtype="float64")
     torch.testing.assert_close(call(wrapped_remote, ids), call(loaded, ids), rtol=0, atol=1e-5)
     wanted = torch.tensor([[1, 8], [0, 3]])
-    some = call(wrapped_remote, ids, wanted)
-    assert torch.equal(some, torch.stack([call(wrapped_remote, ids)[row, wanted[row]] for row in (0, 1)]))
+    selected = call(wrapped_remote, ids, wanted)
+    assert torch.equal(selected, torch.stack([call(wrapped_remote, ids)[row, wanted[row]] for row in (0, 1)]))
 
 
 @pytest.mark.thinned

@@ -63,8 +63,8 @@ def test_decoding_equals_the_recorded_run(path: Path) -> None:
     model = MARModel(module)
     local = {"local_steps": settings["num_cache_iters"], "full_groups": settings["pre_full_iters"]}
     head = {"head_steps": int(sizes["num_sampling_steps"]), "channels": sizes["vae_embed_dim"]}
-    drawn = {"temperature": settings["temperature"], "guidance_schedule": settings["cfg_schedule"]}
-    sampler = ReplayingSampler(**local, **head, **drawn, fast_ratio=0.5, keep_buffer=settings["cache_buffer"])
+    sampling = {"temperature": settings["temperature"], "guidance_schedule": settings["cfg_schedule"]}
+    sampler = ReplayingSampler(**local, **head, **sampling, fast_ratio=0.5, keep_buffer=settings["cache_buffer"])
     request = {"steps": settings["num_iter"], "guidance_scale": settings["cfg"]}
     state = sampler.start(model, settings["labels"], **request, order=torch.tensor(case["orders"]))
     torch.manual_seed(settings["seed"])
@@ -78,8 +78,8 @@ def test_decoding_equals_the_recorded_run(path: Path) -> None:
         assert (query.guidance or 1.0) == pytest.approx(head["cfg"], abs=1e-6)
         answer = model(query)
         torch.testing.assert_close(answer.conditions.flatten(0, 1), torch.tensor(head["z"]), atol=1e-5, rtol=0)
-        drawn = answer.tokens.flatten(0, 1)
-        torch.testing.assert_close(drawn, torch.tensor(head["out"])[: len(drawn)], atol=0.05, rtol=1e-5)
+        tokens = answer.tokens.flatten(0, 1)
+        torch.testing.assert_close(tokens, torch.tensor(head["out"])[: len(tokens)], atol=0.05, rtol=1e-5)
         sampler.commit(state, sampler.propose(state, [answer], [query]))
     assert state.done
     torch.testing.assert_close(model.image(state.tokens), torch.tensor(case["final"]), atol=0.05, rtol=1e-5)

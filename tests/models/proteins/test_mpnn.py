@@ -233,8 +233,8 @@ def test_low_precision_is_close_to_float64(model: ProteinMPNNModel, dtype: torch
 def test_one_network_takes_other_structures(model: ProteinMPNNModel) -> None:
     shorter = model.on(piece(10, 20, "long"))
     assert shorter.module is model.module and shorter.names == ["long"] and shorter.facts.max_length == 11
-    twice = model.on([piece(10, 20, "long"), piece(12, 20, "long")])
-    assert twice.names == ["long", "long-2"] and twice.prompt("long-2")[0] == 23
+    renamed = model.on([piece(10, 20, "long"), piece(12, 20, "long")])
+    assert renamed.names == ["long", "long-2"] and renamed.prompt("long-2")[0] == 23
     refuses(lambda: model.on([]), "structures is empty")
     refuses(lambda: model.on(["1ubi.pdb"]), "structures must be a Structure", TypeError)
     refuses(lambda: model.save_pretrained("folder"), "small is read from its published file")
@@ -411,8 +411,8 @@ def test_default_sampler_and_errors_of_rows() -> None:
     ):
         refuses(partial(paradec.generate, model, row, **request), re.escape(message), wrong)
     assert "C" not in paradec.generate(model, row, sampler="margin", bad_words=["C"]).text
-    both = model.on([structure, piece(0, 20, "long")])
-    refuses(lambda: paradec.generate(both, row, max_new_tokens=5), "leave max_new_tokens out", wrong)
+    two = model.on([structure, piece(0, 20, "long")])
+    refuses(lambda: paradec.generate(two, row, max_new_tokens=5), "leave max_new_tokens out", wrong)
     refuses(lambda: tied.prompt(redesign="A1"), "redesign all of them")
     refuses(lambda: structure.by_chain("M" * (len(structure) - 1)), r"model\.letters\(out\.sequences\)")
     question = {"q": paradec.YesNo("?")}

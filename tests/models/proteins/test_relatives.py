@@ -115,15 +115,15 @@ def test_unsuitable_labels_and_incomplete_files_are_refused(tmp_path: Path) -> N
     plain, labelled = structure_of(CASES["bound-two"]), structure_of(CASES["labels"])
     refuses(lambda: load_protein_mpnn(PACKAGED / "small_ligand.pt", labelled), "membrane of bound-two has no meaning")
     # the two membrane models have equal shapes; the name of the published file distinguishes them
-    named = tmp_path / "global_label_membrane_mpnn_v_48_020.pt"
-    named.write_bytes((PACKAGED / "small_membrane.pt").read_bytes())
-    refuses(lambda: load_protein_mpnn(named, labelled), r"has the labels \[0, 1, 2\]")
+    global_file = tmp_path / "global_label_membrane_mpnn_v_48_020.pt"
+    global_file.write_bytes((PACKAGED / "small_membrane.pt").read_bytes())
+    refuses(lambda: load_protein_mpnn(global_file, labelled), r"has the labels \[0, 1, 2\]")
     labelled_structures = [dataclasses.replace(plain, membrane=label) for label in (0, 1)]
     order = list(range(len(plain)))
-    out = [predict(load_protein_mpnn(named, structure), order) for structure in labelled_structures]
+    out = [predict(load_protein_mpnn(global_file, structure), order) for structure in labelled_structures]
     assert (out[0] - out[1]).abs().max() > 0.02
     # missing labels are 0, like in the public code
-    assert torch.equal(out[0], predict(load_protein_mpnn(named, plain), order))
+    assert torch.equal(out[0], predict(load_protein_mpnn(global_file, plain), order))
     data = torch.load(PACKAGED / "small_ligand.pt", weights_only=True)
     torch.save({name: value for name, value in data.items() if name != "atom_context_num"}, tmp_path / "without.pt")
     refuses(lambda: load_protein_mpnn(tmp_path / "without.pt", plain), "does not hold LigandMPNN:", CheckpointError)
@@ -134,14 +134,14 @@ def test_some_ligand_atoms_are_ignored() -> None:
     structure = structure_of(CASES["bound-ligand"])
     model, order = load_protein_mpnn(PACKAGED / "small_ligand.pt", structure), list(range(len(structure)))
     assert structure.atoms is not None
-    more = torch.cat((structure.atoms, structure.coordinates[:2, 1] + 2))
-    near = dataclasses.replace(structure, atoms=more, elements=(*structure.elements, "h", "Mo"))
+    atoms = torch.cat((structure.atoms, structure.coordinates[:2, 1] + 2))
+    near = dataclasses.replace(structure, atoms=atoms, elements=(*structure.elements, "h", "Mo"))
     expected = predict(model, order)
     assert torch.equal(predict(model.on(near), order), expected)
     metal = dataclasses.replace(near, elements=(*structure.elements, "ZN", "FE"))
     assert (predict(model.on(metal), order) - expected).abs().max() > 0.001
     shift = torch.tensor([[0.0, 0, 0]] * len(structure.atoms) + [[500.0, 0, 0]] * 2)
-    assert torch.equal(predict(model.on(dataclasses.replace(metal, atoms=more + shift)), order), expected)
+    assert torch.equal(predict(model.on(dataclasses.replace(metal, atoms=atoms + shift)), order), expected)
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,8 @@ def test_logits_over_a_store_equal_the_recorded_ones(checkpoint: Path, kind: str
                 ids = torch.tensor(call["input_ids"])
                 positions = (call["start"] + torch.arange(ids.shape[1])).expand_as(ids)
                 slots = positions if call["stored"] else None
-                where = StoreCall(torch.arange(rows), slots, visible_length=length)
-                actual = model(Query(np.arange(rows), ids, positions, kind="window", store=where), store)
+                call_store = StoreCall(torch.arange(rows), slots, visible_length=length)
+                actual = model(Query(np.arange(rows), ids, positions, kind="window", store=call_store), store)
                 assert (actual - expected[call["logits"]]).abs().max() < TOLERANCE, call["logits"]
 
 

@@ -199,8 +199,8 @@ def test_causal_traces(path: Path) -> None:
             sampler = samplers.create("sjd", window=1)
             state = sampler.start(model, [case["prompt_ids"]], **request, temperature=temperature)
             numbers = iter([*case.get("uniforms", []), *[0.5] * case["max_new_tokens"]])
-            state.uniform = lambda rows, at, count, *others, numbers=numbers: torch.full(
-                (*at.shape, count), next(numbers), dtype=torch.float64
+            state.uniform = lambda rows, positions, count, *rest, numbers=numbers: torch.full(
+                (*positions.shape, count), next(numbers), dtype=torch.float64
             )
             while not state.done:
                 sampler.commit(state, sampler.step(model, state))
@@ -257,7 +257,7 @@ def test_block_diffusion_traces(path: Path, cache: str) -> None:
                 recorded, width = recorded[: len(commits)], width[: len(commits)]
             assert commits == recorded
             for actual, expected, changed in zip(scores, confidences, commits, strict=False):
-                assert all(abs(actual[at] - expected[at]) < 2e-4 for at, _ in changed if at in expected)
+                assert all(abs(actual[i] - expected[i]) < 2e-4 for i, _ in changed if i in expected)
             assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
             if cache == "block" and model.facts.topology == "causal_context":
                 assert evaluated == width

@@ -138,7 +138,7 @@ def test_causal_models_with_length_dependent_angles_cache_no_keys(name: str) -> 
 def test_i_dlm_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "some", "sdar", **fields)
     refuses(lambda: paradec.load(folder), "means I-DLM", paradec.CheckpointError)
-    named = checkpoint(tmp_path / "I-DLM-8B-Instruct", "sdar")
-    refuses(lambda: paradec.load(named, block_length=4), "means I-DLM", paradec.CheckpointError)
+    folder_by_name = checkpoint(tmp_path / "I-DLM-8B-Instruct", "sdar")
+    refuses(lambda: paradec.load(folder_by_name, block_length=4), "means I-DLM", paradec.CheckpointError)
     if "block_size" in fields:
         assert paradec.load(folder, block_length=3).facts.block_length == 3

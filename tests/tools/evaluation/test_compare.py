@@ -39,11 +39,11 @@ def small(packaged: Model) -> Comparison:
 
 
 def test_wilson_solves_its_equation() -> None:
-    # at both ends p of the interval, right/asked is z standard deviations away from p
+    # at both ends p of the interval, right/count is z standard deviations away from p
     z = 1.959963984540054
-    for right, asked in ((1, 10), (5, 10), (47, 48), (700, 720)):
-        for p in wilson(right, asked):
-            assert (right / asked - p) ** 2 == pytest.approx(z * z * p * (1 - p) / asked, abs=1e-12)
+    for right, count in ((1, 10), (5, 10), (47, 48), (700, 720)):
+        for p in wilson(right, count):
+            assert (right / count - p) ** 2 == pytest.approx(z * z * p * (1 - p) / count, abs=1e-12)
     # 81 of 263, the example of Newcombe (1998), table I
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
 
@@ -269,8 +269,8 @@ def test_prompts_from_a_file(packaged: Model, tmp_path: Path) -> None:
     questions = evaluation.read_questions(file)
     assert [question.task for question in questions] == ["prompts", "prompts", "wrong", "regex", "regex"]
     assert [question.many for question in questions] == [None, True, None, None, None]
-    some = evaluation.read_questions(file, tasks=["regex", "wrong"])  # in the file's order
-    assert [question.prompt for question in some] == [question.prompt for question in questions[2:]]
+    selected = evaluation.read_questions(file, tasks=["regex", "wrong"])  # in the file's order
+    assert [question.prompt for question in selected] == [question.prompt for question in questions[2:]]
     actual = evaluation.compare(packaged, questions=questions, names="threshold", batch=5, max_new_tokens=12)
     assert actual.baseline.tasks == {"prompts": (2, 2), "wrong": (0, 1), "regex": (1, 2)}
     assert "one answer %" not in actual.columns()

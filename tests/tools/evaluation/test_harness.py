@@ -38,8 +38,8 @@ def test_the_built_in_models_are_still_listed() -> None:
         "assert get_model('paradec') is ours.ParadecLM\n"
         "assert get_model('dummy').__name__ == 'DummyLM'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_entry_point_is_the_model() -> None:

@@ -282,7 +282,7 @@ def test_unsupported_rollouts_are_refused() -> None:
     rollout = paradec.generate(model, ROWS, max_new_tokens=4, rollout=True).rollout
     causal = paradec.wrap(tiny(1).unwrap(), topology="causal", prediction="shifted", eos_token_id=END)
     output = paradec.generate(causal, ROWS, max_new_tokens=4, rollout=True, sampler="sjd").rollout
-    other = paradec.wrap(tiny(1).unwrap(), mask_token_id=7, prediction="same", topology="bidirectional")
+    other_mask = paradec.wrap(tiny(1).unwrap(), mask_token_id=7, prediction="same", topology="bidirectional")
     unnamed = dataclasses.replace(rollout, settings={})
     assert (unnamed.step_map.diff() < 0)[unnamed.decided[:, 1:]].any()
     wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
@@ -299,7 +299,7 @@ def test_unsupported_rollouts_are_refused() -> None:
         (causal, output, {"shrink": 2}, "shrink=2 does not work with LlamaForCausalLM, which is causal"),
         (causal, output, {"one_forward": False}, "one_forward=False does not work with"),
         (tiny(1, "causal_context", "shifted"), rollout, {}, "which is causal-context"),
-        (other, rollout, {}, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM"),
+        (other_mask, rollout, {}, "rollout is of LlamaForCausalLM, not of LlamaForCausalLM"),
     ]
     for wrong_model, wrong_rollout, arguments, message in wrong:
         call = functools.partial(paradec.replay, wrong_model, wrong_rollout, **arguments)

@@ -335,15 +335,15 @@ def test_a_preset_from_a_file_of_prompts(tmp_path: Path) -> None:
     words = ("pear", "fig", "apple", "kiwi")
     lines = [{"prompt": f"Reverse: {a} {b}", "answer": f"{b} {a}"} for a in words for b in words if a != b]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    done = run("--prompts", prompts, "--out", preset, "--report", report, *SHORT)
-    assert done.exit_code == 0, done.output
-    assert "6 prompts chose, by answers; 6 others are reported" in done.stdout
-    assert "Only 6 prompts chose" in done.stdout
-    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    result = run("--prompts", prompts, "--out", preset, "--report", report, *SHORT)
+    assert result.exit_code == 0, result.output
+    assert "6 prompts chose, by answers; 6 others are reported" in result.stdout
+    assert "Only 6 prompts chose" in result.stdout
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
     actual = json.loads(report.read_text())
     assert actual["complete"] and actual["trials"]["failed"] == 0
     chosen = next(point for point in actual["points"] if point["chosen"])
-    assert json.loads(preset.read_text()) == chosen["preset"] and f"preset {str(preset)!r}" in done.stderr
+    assert json.loads(preset.read_text()) == chosen["preset"] and f"preset {str(preset)!r}" in result.stderr
     repeated = CliRunner().invoke(app, ["generate", "Reverse: pear fig", "--preset", str(preset), "--json"])
     expected = json.loads(repeated.stdout)
     out = paradec.generate(paradec.load(), "Reverse: pear fig", preset=preset)
@@ -352,9 +352,9 @@ def test_a_preset_from_a_file_of_prompts(tmp_path: Path) -> None:
 
 def test_a_checker_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def short(prompt, answer):\n    return 1 / (1 + len(answer))\n")
-    done = run("--limit", "1", "--checker", f"{tmp_path / 'mine.py'}:short", "--json", *SHORT)
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["setup"]["checker"] == "short"
+    result = run("--limit", "1", "--checker", f"{tmp_path / 'mine.py'}:short", "--json", *SHORT)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["setup"]["checker"] == "short"
 
 
 @pytest.mark.thinned
@@ -380,16 +380,16 @@ def test_wrong_options_give_one_line(arguments: list[str], word: str, monkeypatc
         raise AssertionError("the model was loaded first")
 
     monkeypatch.setattr(paradec, "load", load)
-    done = run(*arguments)
-    assert done.exit_code == 2 and word in done.stderr and done.stderr.count("\n") == 1, done.output
+    result = run(*arguments)
+    assert result.exit_code == 2 and word in result.stderr and result.stderr.count("\n") == 1, result.output
 
 
 def test_help_needs_no_optuna_and_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "optuna" else find(name))
     assert run("--help").exit_code == 0 and "--study" in run("--help").stdout
-    done = run("--limit", "1")
-    assert done.exit_code == 2 and "install paradec's extra 'tune'" in done.stderr
+    result = run("--limit", "1")
+    assert result.exit_code == 2 and "install paradec's extra 'tune'" in result.stderr
 
 
 @pytest.mark.full
@@ -397,8 +397,8 @@ def test_steps_of_a_pipeline_are_searched(tmp_path: Path) -> None:
     files = {name: tmp_path / f"{name}.json" for name in ("out", "report", "study")}
     options = [part for name, file in files.items() for part in (f"--{name}", str(file))]
     call = ["tune", "--pipeline", "digits-dit", "--steps", "6", "--budget", "2", "--trials", "3", *options]
-    done = CliRunner().invoke(app, call)
-    assert done.exit_code == 0 and "chosen: " in done.stdout, done.stderr
+    result = CliRunner().invoke(app, call)
+    assert result.exit_code == 0 and "chosen: " in result.stdout, result.stderr
     schedule = paradec.Forecast(when=str(files["out"])).refresh
     assert schedule.total == 6 and len(schedule.steps) == 2
     repeated = CliRunner().invoke(app, [*call, "--json"])
