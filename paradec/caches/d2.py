@@ -61,8 +61,8 @@ class D2Cache(SubsetCache):
         return ReadLog(state)
 
     def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
-        index, known = (state.window.rows[:, None], state.window.host_positions), state.cache_state.confidence
-        known[index] = np.where(available, confidence, known[index])
+        index, last_confidence = (state.window.rows[:, None], state.window.host_positions), state.cache_state.confidence
+        last_confidence[index] = np.where(available, confidence, last_confidence[index])
 
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:
         super().on_commit(state, tokens)

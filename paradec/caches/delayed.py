@@ -58,12 +58,12 @@ class DelayedCache(RangeCache):
         return np.tile(state.prompt_length[:, None], (1, 1 + self.cache_delay_iter))
 
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:
-        rows, kept_ends = state.window.rows, state.cache_state
-        ends = np.where(self.needs_refresh(state, rows), 0, kept_ends[rows, -1])
-        kept_ends[rows, 0] = np.maximum(kept_ends[rows, 0], ends)
+        rows, block_ends = state.window.rows, state.cache_state
+        cached_ends = np.where(self.needs_refresh(state, rows), 0, block_ends[rows, -1])
+        block_ends[rows, 0] = np.maximum(block_ends[rows, 0], cached_ends)
         waiting_ends = self._waiting_ends(state, rows)
-        kept_ends[rows, 2:] = kept_ends[rows, 1:-1]
-        kept_ends[rows, 1] = waiting_ends
+        block_ends[rows, 2:] = block_ends[rows, 1:-1]
+        block_ends[rows, 1] = waiting_ends
 
     def _waiting_ends(self, state: Any, rows: np.ndarray) -> np.ndarray:
         """Find the end of the waiting blocks, or of the cached blocks if none waits: [R] int64."""
@@ -77,11 +77,11 @@ class DelayedCache(RangeCache):
         return np.where(earlier_ends > end, earlier_ends, block_end)
 
     def needs_refresh(self, state: Any, rows: np.ndarray) -> np.ndarray:
-        steps, kept_ends = state.row_step[rows], state.cache_state[rows]
-        keeps_block = kept_ends[:, -1] > kept_ends[:, 0]  # a block has waited long enough
-        has_waiting = state.block_start[rows] > kept_ends[:, -1]
+        steps, block_ends = state.row_step[rows], state.cache_state[rows]
+        caches_block = block_ends[:, -1] > block_ends[:, 0]  # a block has waited long enough
+        has_waiting = state.block_start[rows] > block_ends[:, -1]
         is_due = (steps + 1) % self.refresh_interval == 0
-        return (steps < self.cache_delay_iter) | ~keeps_block & (has_waiting | is_due)
+        return (steps < self.cache_delay_iter) | ~caches_block & (has_waiting | is_due)
 
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return widen_to_blocks(state, rows, state.cache_state[rows, 0], state.length[rows])

@@ -68,11 +68,11 @@ class CCD(LowConfidence):
         shape = (self.history - 1, self.buffer)
         return {
             "columns": MemorySpec(shape, torch.int64, fill=-1),  # window columns; -1 for an empty entry
-            **{name: MemorySpec((self.buffer, "vocab")) for name in self._ages},
+            **{name: MemorySpec((self.buffer, "vocab")) for name in self._distribution_names},
         }
 
     @property
-    def _ages(self) -> list[str]:
+    def _distribution_names(self) -> list[str]:
         """Memory names of the previous steps' distributions, the latest first."""
         return [f"distributions_{age}" for age in range(1, self.history)]
 
@@ -87,16 +87,16 @@ class CCD(LowConfidence):
         buffered = select_columns(logits, columns.clamp(min=0))
         buffered = buffered.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
         buffered.masked_fill_((columns < 0).unsqueeze(-1), 0)
-        distributions = [buffered, *(stage.memory[name] for name in self._ages[:-1])]
+        distributions = [buffered, *(stage.memory[name] for name in self._distribution_names[:-1])]
         updates |= {
             "columns": torch.cat((columns.unsqueeze(1), stage.memory["columns"][:, :-1]), 1),
-            **dict(zip(self._ages, distributions, strict=True)),
+            **dict(zip(self._distribution_names, distributions, strict=True)),
         }
         return self._average(logits, stage), updates
 
     def _average(self, logits: Tensor, stage: Stage) -> Tensor:
         """Replace logits [R, W, V] by log averages at undecided positions in earlier buffers, of E entries in all."""
-        earlier = torch.cat([stage.memory[name] for name in self._ages], 1)  # [R, E, V]
+        earlier = torch.cat([stage.memory[name] for name in self._distribution_names], 1)  # [R, E, V]
         earlier_columns = stage.memory["columns"].flatten(1)  # [R, E]
         window = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)
         count = (earlier_columns.unsqueeze(1) == window).sum(-1).where(stage.undecided, 0)  # [R, W]

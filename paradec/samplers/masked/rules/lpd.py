@@ -58,10 +58,10 @@ class LPD(InOrder):
 
     def check(self, facts: Any, blocks: BlockPolicy, cache: Cache, longest: int) -> None:
         super().check(facts, blocks, cache, longest)
-        cells = longest if self.height is None or self.width is None else self.height * self.width
-        if isinstance(self.groups, tuple) and sum(self.groups) != cells:
+        num_cells = longest if self.height is None or self.width is None else self.height * self.width
+        if isinstance(self.groups, tuple) and sum(self.groups) != num_cells:
             total = f"groups={short_repr(self.groups)} add up to {sum(self.groups)}"
-            raise ValueError(f"{total}; the picture has {cells} cells")
+            raise ValueError(f"{total}; the picture has {num_cells} cells")
 
     def sizes(self, state: MaskedState, row: int, num_masks: int) -> tuple[int, ...]:
         """Compute the group sizes of a row with `num_masks` masks."""

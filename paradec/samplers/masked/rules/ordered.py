@@ -69,10 +69,10 @@ def group_by_size(
     and width in cells, and the first cells' positions [N]. An image is the last `height` * `width` positions of a row;
     without these settings, the squarest image for the answer, whose last cells may lie beyond the row."""
     rows = state.window.rows
-    cells = state.length[rows] - state.prompt_length[rows]
+    num_cells = state.length[rows] - state.prompt_length[rows]
     if height is not None and width is not None:
-        cells = np.full(len(rows), height * width)
-    for size in np.unique(cells):  # rows nearly always share one size
-        indices = np.flatnonzero(cells == size)
+        num_cells = np.full(len(rows), height * width)
+    for size in np.unique(num_cells):  # rows nearly always share one size
+        indices = np.flatnonzero(num_cells == size)
         columns = width or math.isqrt(int(size) - 1) + 1
         yield indices, height or -(-int(size) // columns), columns, state.length[rows[indices]] - size

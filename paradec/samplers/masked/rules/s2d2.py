@@ -185,7 +185,7 @@ class S2D2(MaskedSampler):
             store=store,
         )
 
-    def _draw_uniform(self, state: Any, query: WindowQuery, positions: Tensor, count: int) -> Tensor:
+    def draw_uniform(self, state: Any, query: WindowQuery, positions: Tensor, count: int) -> Tensor:
         keys = state.keys[torch.as_tensor(query.rows)]
         return rng.uniform(keys, torch.as_tensor(state.row_step[query.rows]), positions, count, rng.TOKEN_STREAM)
 
@@ -199,7 +199,7 @@ class S2D2(MaskedSampler):
         memory = {name: value[index] for name, value in state.memory.read(window.rows, positions.shape[1]).items()}
         first_mask = masks.long().argmax(1, keepdim=True)
         column = torch.arange(masks.shape[1])
-        span = masks & ((~masks & (column > first_mask)).long().cumsum(1) == 0)
+        span = masks & ((~masks & (column > first_mask)).long().cumsum(1) == 0)  # the first run of masks
         request = state.request
         if request.temperature:
             logits = filter_logits(apply_temperature(logits, request.temperature), *request.filters)
@@ -207,7 +207,7 @@ class S2D2(MaskedSampler):
         if isinstance(query.window, VerifyLogits):
             return self._verify(state, query, probs, positions, masks, span, memory)
         if request.temperature:
-            tokens = draw(probs, self._draw_uniform(state, query, positions, 1)[..., 0])
+            tokens = draw(probs, self.draw_uniform(state, query, positions, 1)[..., 0])
         else:
             tokens = probs.argmax(-1)
         p = probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
@@ -246,7 +246,7 @@ class S2D2(MaskedSampler):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         drafts, draft_p = memory["drafts"], memory["draft_p"]
         p_draft, q_draft = (probs.gather(-1, drafts.unsqueeze(-1)).squeeze(-1).double() for probs in (draft_p, q))
-        uniform = self._draw_uniform(state, query, positions, 2)
+        uniform = self.draw_uniform(state, query, positions, 2)
         is_accepted = ~span | (uniform[..., 0] < (q_draft / p_draft).clamp(max=1))
         is_rejected = span & ~is_accepted
         rejected = is_rejected & (is_rejected.long().cumsum(1) == 1)

@@ -35,7 +35,7 @@ class Replayed(S2D2):
     def weighs_mask(self, state: Any) -> bool:
         return True
 
-    def uniform(self, state: Any, query: Any, positions: Tensor, count: int) -> Tensor:
+    def draw_uniform(self, state: Any, query: Any, positions: Tensor, count: int) -> Tensor:
         width, block, fed = positions.shape[1], state.facts.block_length, state.fed
         numbers = torch.tensor([*fed["numbers"][fed["used"] :], *[0.5] * (block + 2)], dtype=torch.float64)
         if not isinstance(query.window, VerifyLogits):  # one for every position of the block, the prompt's too
