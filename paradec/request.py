@@ -221,7 +221,7 @@ class Request:
     stop_strings: str | Sequence[str] | None = argument(None, check_texts)
     stop: Any = argument(None)
     constraint: Constraint | Sequence[Constraint | None] | None = argument(
-        None, check_lazily("paradec.constraints.values:constraint_of")
+        None, check_lazily("paradec.constraints.values:parse_constraint")
     )
     order: str | Sequence[int] | Sequence[Sequence[int]] | Order | None = argument(
         None, check_lazily("paradec.core.orders:check_request_order")

@@ -347,8 +347,8 @@ def fit_temperature(decided: Sequence[Mapping[str, Decision]], right: Sequence[M
             middle, excess = (low + high) / 2, 0.0
             for scores, answer in scores_and_answers:
                 weights = _softmax(scores / math.exp(middle))
-                positive = weights > 0
-                excess += float(weights[positive] @ scores[positive]) - float(scores[answer])
+                is_positive = weights > 0
+                excess += float(weights[is_positive] @ scores[is_positive]) - float(scores[answer])
             low, high = (middle, high) if excess > 0 else (low, middle)  # > 0: the distribution is too sharp
         temperatures[kind] = math.exp((low + high) / 2)
         if temperatures[kind] > 999:
@@ -481,8 +481,8 @@ def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) ->
         return ids, []
     if controls:
         raise ValueError(f"the text holds {controls[0]!r}, a special token, and there is no chat template to write it")
-    special = model.facts.topology.startswith("causal") or model.kind == "encoder"
-    ids = tokenize(tokenizer, chat[0]["content"] + "\n", special)
+    adds_special = model.facts.topology.startswith("causal") or model.kind == "encoder"
+    ids = tokenize(tokenizer, chat[0]["content"] + "\n", adds_special)
     tail = [*itertools.takewhile(lambda token: token in tokenizer.all_special_ids, reversed(ids))][::-1]
     return ids[: len(ids) - len(tail)], tail
 

@@ -78,7 +78,7 @@ def design(
     """
     check_temperature("--temperature", temperature)
     check_choice("--order", order, ("random", "chain"))
-    bias_of(bias)
+    read_bias(bias)
     records = None if score is None else read_sequences(score)
     if records is not None and num_designs != 1:
         raise ValueError(f"--designs {num_designs} does not work with --score: leave it out")
@@ -191,7 +191,7 @@ def check_sequence(structure: Structure, name: str, sequence: str) -> str:
     return letters
 
 
-def bias_of(text: str | None) -> dict[str, float]:
+def read_bias(text: str | None) -> dict[str, float]:
     """Read `--bias`. Raises ValueError for a text of another form, or a repeated letter."""
     biases: dict[str, float] = {}
     for part in text.split(",") if text else ():
@@ -223,7 +223,7 @@ def make_rules(structure: Structure, bias: str | None, omit: str, tie: str | Non
             raise ValueError(f"--tie {part!r} must have a weight on each side of =, or none")
         ties += [list(pair) for pair in zip(*sides, strict=True)]
         weights += [part_weights or None] * len(sides[0])
-    return DesignRules(bias_of(bias), omit.upper(), ties, tie_weights=weights)
+    return DesignRules(read_bias(bias), omit.upper(), ties, tie_weights=weights)
 
 
 def set_membrane(structure: Structure, buried: str | None, interface: str | None, transmembrane: bool) -> Structure:

@@ -302,8 +302,8 @@ def _read_line(number: int, text: str) -> Line:
     if not isinstance(data, dict):
         return Line(number, error='neither a text nor an object with "prompt" or "messages"')
     prompt, name = data.get("prompt", data.get("messages")), data.get("id")
-    chat = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
-    if not isinstance(prompt, str) and not chat:
+    is_chat = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
+    if not isinstance(prompt, str) and not is_chat:
         message = '"prompt" must be a text, or "messages" a list of {"role", "content"}'
         names = ", ".join(map(repr, data)) or "no field"
         fields = "" if prompt is not None else f'; the line has {names}: rename the one with the text to "prompt"'
@@ -312,9 +312,9 @@ def _read_line(number: int, text: str) -> Line:
         check_text("prompt", prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
         constraint = data.get("constraint")
         if constraint is not None:
-            from paradec.constraints.values import constraint_of  # imports numpy
+            from paradec.constraints.values import parse_constraint  # imports numpy
 
-            constraint_of("constraint", constraint)
+            parse_constraint("constraint", constraint)
     except (ValueError, TypeError) as error:
         return Line(number, prompt, name, str(error))
     return Line(number, prompt, name, constraint=constraint)
@@ -333,13 +333,13 @@ def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:
         try:
             entry = parse_json(decode_utf8(text, "the line"))
             number = entry["line"]
-            differs = number not in prompts or _prompt_key(entry) != prompts[number]
+            is_other_prompt = number not in prompts or _prompt_key(entry) != prompts[number]
         except (ValueError, KeyError, TypeError):
             # the last line may be incomplete
             if line_number == len(texts) and (text.startswith(BEGINNING) or BEGINNING.startswith(text)):
                 continue
             raise ValueError(f"--out {str(path)!r} holds no answers at line {line_number}; give another file") from None
-        if differs:
+        if is_other_prompt:
             raise ValueError(f"--out {str(path)!r} answers another prompt than line {number}; give another file")
         settings = entry.get("settings")
         if not isinstance(settings, dict) or not isinstance(settings.get("request"), dict):

@@ -111,7 +111,7 @@ def image(
             raise ValueError(f"{refused[0]} is not for diffusers pipelines; leave it out")
         common_arguments |= {name: defaults.get(name) for name, value in common_arguments.items() if value is None}
         work = PipelineJob(job, index, sampler_name, settings, compare, common_arguments, **placement)
-        work.run(bars=show.on_terminal(sys.stderr), as_json=as_json)
+        work.run(show_bars=show.on_terminal(sys.stderr), as_json=as_json)
         return
     if compare:
         raise ValueError(f"--compare is for diffusion pipelines; {model!r} draws other pictures with each sampler")

@@ -40,10 +40,10 @@ def pipeline_class(index: dict[str, Any]) -> Any:
     return cls
 
 
-def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, bars: bool = False) -> Any:
-    """Load a pipeline. bars: whether it shows progress. Raises CheckpointError if it cannot be loaded."""
+def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, show_bars: bool = False) -> Any:
+    """Load a pipeline. show_bars: whether it shows progress. Raises CheckpointError if it cannot be loaded."""
     diffusers.utils.logging.set_verbosity_error()
-    if not bars:
+    if not show_bars:
         diffusers.utils.logging.disable_progress_bar()
     options = {} if dtype is None else {"torch_dtype": getattr(torch, dtype)}
     try:
@@ -51,7 +51,7 @@ def load_pipeline(cls: Any, folder: str, dtype: str | None, device: str | None, 
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = str(error).strip().split("\n", 1)[0]
         raise CheckpointError(f"{folder!r} cannot be loaded as {cls.__name__}: {reason}") from error
-    pipe.set_progress_bar_config(disable=not bars, leave=False)
+    pipe.set_progress_bar_config(disable=not show_bars, leave=False)
     return pipe if device is None else pipe.to(device)
 
 
@@ -109,9 +109,9 @@ class PipelineJob:
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"--device {self.device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
-    def run(self, bars: bool = False, as_json: bool = False) -> None:
-        """Make the pictures, write the sheets and print the cost. bars: whether progress is shown."""
-        pipe = load_pipeline(self.cls, self.index["folder"], self.dtype, self.device, bars)
+    def run(self, show_bars: bool = False, as_json: bool = False) -> None:
+        """Make the pictures, write the sheets and print the cost. show_bars: whether progress is shown."""
+        pipe = load_pipeline(self.cls, self.index["folder"], self.dtype, self.device, show_bars)
         call = self._build_call(pipe)
         base = int(torch.randint(2**62, ())) if self.request["seed"] is None else self.request["seed"]
         rows = len(next(iter(call.values())))

@@ -110,8 +110,8 @@ class LiveView:
         texts, decided, num_open = [], 0, 0
         for row in range(state.batch):
             # a prompt is drawn only if it has holes
-            holes = state.answer_start[row] > state.prompt_length[row]
-            start, end = 0 if holes else int(state.prompt_length[row]), int(state.end[row])
+            has_holes = state.answer_start[row] > state.prompt_length[row]
+            start, end = 0 if has_holes else int(state.prompt_length[row]), int(state.end[row])
 
             def kind(i: int, row: int = row) -> str:
                 if is_given[row][i]:
@@ -146,11 +146,11 @@ def style_tokens(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Te
     for kind, group in groupby(range(len(ids)), key=lambda i: kinds[i]):
         columns = list(group)
         if kind in SIGNS:
-            count = len(columns)
-            short = kind in ("end", "ahead") and count > LONG_RUN
-            if (kind == "end" or short) and text.plain and not text.plain.endswith((" ", "\n")):
+            sign, count = SIGNS[kind], len(columns)
+            is_long = kind in ("end", "ahead") and count > LONG_RUN
+            if (kind == "end" or is_long) and text.plain and not text.plain.endswith((" ", "\n")):
                 text.append(" ")
-            text.append(f"{SIGNS[kind]}\N{MULTIPLICATION SIGN}{count}" if short else SIGNS[kind] * count, STYLES[kind])
+            text.append(f"{sign}\N{MULTIPLICATION SIGN}{count}" if is_long else sign * count, STYLES[kind])
             continue
         run = decode([*text_ids, *(ids[i] for i in columns)])[len(decode(text_ids)) :]
         text.append(run, STYLES[kind])

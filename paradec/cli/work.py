@@ -227,8 +227,8 @@ def drafter_setting(sampler: Any) -> str | None:
 def check_drafter(sampler: Any, drafter: str | None) -> None:
     """Raise ValueError for a missing drafter, or a drafter that the sampler does not use."""
     setting = drafter_setting(sampler)
-    needed = sampler.name in DRAFTERS or getattr(sampler, "needs_drafter", False) and sampler.drafter is None
-    if drafter is None and needed:
+    needs_drafter = sampler.name in DRAFTERS or getattr(sampler, "needs_drafter", False) and sampler.drafter is None
+    if drafter is None and needs_drafter:
         expected = DRAFTERS.get(sampler.name, "a smaller model of the same vocabulary, or a drafter of the model")
         raise ValueError(f"--sampler {sampler.name} needs --drafter: {expected}")
     if drafter is not None and setting is None:

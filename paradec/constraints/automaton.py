@@ -193,11 +193,11 @@ def _trim(edges: np.ndarray, accept: np.ndarray) -> tuple[np.ndarray, np.ndarray
     is_start = np.zeros(len(accept), bool)
     is_start[:1] = True
     from_start, to_accept = _distances(edges[:, 0], edges[:, 2], is_start), _distances(edges[:, 2], edges[:, 0], accept)
-    useful = np.maximum(from_start, to_accept) < UNREACHED
-    if not useful[:1].any():
-        useful[:] = False
-    edges = edges[useful[edges[:, 0]] & useful[edges[:, 2]]]
-    return edges, np.where(useful, np.cumsum(useful) - 1, -1)
+    is_useful = np.maximum(from_start, to_accept) < UNREACHED
+    if not is_useful[:1].any():
+        is_useful[:] = False
+    edges = edges[is_useful[edges[:, 0]] & is_useful[edges[:, 2]]]
+    return edges, np.where(is_useful, np.cumsum(is_useful) - 1, -1)
 
 
 UNREACHED = np.iinfo(np.int64).max

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paradec.constraints.automaton import ConstraintSizeError
-from paradec.constraints.spelling import spell_texts, spelling_of
+from paradec.constraints.spelling import find_spelling, spell_texts
 from paradec.constraints.values import Constraint, cache_automaton, has_automaton, token_automaton
 
 MAX_CONSTRAINTS = 256
@@ -45,7 +45,7 @@ class Compiler:
             value = self._constraints.get(request)
         if value is not None and has_automaton(value, self.tokenizer, self.vocab_size):
             return value
-        if spelling_of(self.tokenizer) is None:
+        if find_spelling(self.tokenizer) is None:
             value = make(*arguments)
             # unknown tokenizer: to_token_automaton raises ValueError, except for a Choice without after
             token_automaton(value, self.tokenizer, self.vocab_size, (), ())
@@ -97,7 +97,7 @@ class Compiler:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
         process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
         assert process.stdin is not None and process.stdout is not None
-        pickle.dump((spelling_of(self.tokenizer), self.vocab_size, self.max_bytes), process.stdin)
+        pickle.dump((find_spelling(self.tokenizer), self.vocab_size, self.max_bytes), process.stdin)
         process.stdin.flush()
         pickle.load(process.stdout)  # wait until the process is ready: `seconds` does not include its start
         return process

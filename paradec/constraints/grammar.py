@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradec.constraints.spelling import Spelling, spelling_of
+from paradec.constraints.spelling import Spelling, find_spelling
 from paradec.core.checks import short_repr
 
 MAX_MATCHERS = 256
@@ -74,7 +74,7 @@ def _make_tokenizer(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
     """Convert the tokenizer for llguidance, cached. Raises ValueError if a token's text depends on its context."""
     cache = _TOKENIZERS.setdefault(tokenizer, {})
     if (size, ends) not in cache:
-        spelling = spelling_of(tokenizer)
+        spelling = find_spelling(tokenizer)
         if spelling is None or len(spelling.texts) != 1:
             raise ValueError(
                 "the text of a token depends on its position in this tokenizer, which llguidance does not support; "

@@ -84,7 +84,7 @@ class _Writer:
     def write(self, root: Any) -> Node:
         goal = self.goals.goal(root)
         self._find_cycles(goal, {})
-        return self.value(goal, max(self.depth, 1))
+        return self.value_node(goal, max(self.depth, 1))
 
     def _find_cycles(self, goal: Goal, is_open: dict[Goal, bool]) -> None:
         """Find the references from goals to enclosing goals."""
@@ -108,32 +108,32 @@ class _Writer:
 
     def child(self, goal: Goal, child: Goal, levels: int) -> Node:
         levels -= (goal, child) in self._back_references
-        return self.value(child, levels) if levels > 0 else NEVER
+        return self.value_node(child, levels) if levels > 0 else NEVER
 
-    def value(self, goal: Goal, levels: int) -> Node:
+    def value_node(self, goal: Goal, levels: int) -> Node:
         """Texts of a goal's values, with `levels` remaining levels of recursion."""
         if goal == OPEN:
-            return self.anything(self.depth)
+            return self.any_node(self.depth)
         key = (goal, levels)
         if key not in self._nodes:
-            self._nodes[key] = either(self.shape(goal, shape, levels) for shape in self.goals.shapes(goal))
+            self._nodes[key] = either(self.shape_node(goal, shape, levels) for shape in self.goals.shapes(goal))
         return self._nodes[key]
 
-    def anything(self, depth: int) -> Node:
+    def any_node(self, depth: int) -> Node:
         """Texts of any value with `depth` levels of arrays and objects."""
         if depth not in self._open:
             parts: list[Node] = [string(None), *PLAIN_NODES.values()]
             if depth > 0:
-                item = self.anything(depth - 1)
-                parts += [array(_any_number(item)), braces(_any_number(entry(string(None), item)))]
+                item = self.any_node(depth - 1)
+                parts += [brackets(_any_number(item)), braces(_any_number(entry(string(None), item)))]
             self._open[depth] = either(parts)
         return self._open[depth]
 
-    def shape(self, goal: Goal, shape: Shape, levels: int) -> Node:
+    def shape_node(self, goal: Goal, shape: Shape, levels: int) -> Node:
         if shape.kind == "object":
-            return self.object(goal, shape, levels)
+            return self.object_node(goal, shape, levels)
         if shape.kind == "array":
-            return self.array(goal, shape, levels)
+            return self.array_node(goal, shape, levels)
         if shape.kind == "string":
             return string(shape.language)
         return PLAIN_NODES[shape.kind] if shape.language is None else to_node(shape.language)
@@ -177,7 +177,7 @@ class _Writer:
                     others.append((language, goal))
         return others
 
-    def object(self, goal: Goal, shape: Shape, levels: int) -> Node:
+    def object_node(self, goal: Goal, shape: Shape, levels: int) -> Node:
         required = dict.fromkeys(shape.required)
         entries = dict[str, tuple[Node, bool]]()
         for name in shape.listed_names():
@@ -189,7 +189,7 @@ class _Writer:
             if node is not NEVER:
                 entries[name] = (node, name in required)
         rest = either(
-            entry(string(language), self.anything(self.depth - 1) if child == OPEN else self.child(goal, child, levels))
+            entry(string(language), self.any_node(self.depth - 1) if child == OPEN else self.child(goal, child, levels))
             for language, child in self.other_keys(shape)
             if child != OPEN or self.depth > 0
         )
@@ -204,10 +204,10 @@ class _Writer:
     def positions(self, shape: Shape) -> int:
         return max((1 + index for part in shape.members for index in part.listed), default=0)
 
-    def array(self, goal: Goal, shape: Shape, levels: int) -> Node:
+    def array_node(self, goal: Goal, shape: Shape, levels: int) -> Node:
         def item(child: Goal) -> Node:
             if child == OPEN:
-                return self.anything(self.depth - 1) if self.depth > 0 else NEVER
+                return self.any_node(self.depth - 1) if self.depth > 0 else NEVER
             return NEVER if NO_VALUE <= child else self.child(goal, child, levels)
 
         size, max_count = self.positions(shape), shape.max_count
@@ -220,7 +220,7 @@ class _Writer:
             if index < last or max_count is None:
                 yield items[min(index, size)], min(index + 1, max(last, 1))
 
-        return array(_comma_list(0, moves, lambda index: index >= shape.min_count))
+        return brackets(_comma_list(0, moves, lambda index: index >= shape.min_count))
 
 
 def entry(key: Node, value: Node) -> Node:
@@ -231,7 +231,7 @@ def braces(members: Node) -> Node:
     return sequence((text("{"), members, text("}")))
 
 
-def array(items: Node) -> Node:
+def brackets(items: Node) -> Node:
     return sequence((text("["), items, text("]")))
 
 

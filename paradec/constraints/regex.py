@@ -142,7 +142,7 @@ class _Reader:
         if char == ".":
             return Characters(expressions.subtract_ranges(ANY, LINE_ENDS[self.is_ecma]))
         if char == "\\":
-            return expressions.characters(self.escape(inside=False))
+            return expressions.characters(self.escape(in_set=False))
         if char in "*+?" or COUNT.match(self.pattern_text, start) and not self.next_is(","):
             raise self.unsupported("a repetition of nothing", start)
         return expressions.text(char)
@@ -187,11 +187,11 @@ class _Reader:
         self.take("?")  # lazy: the language is the same
         return repeat(node, low, high)
 
-    def escape(self, inside: bool) -> Ranges:
+    def escape(self, in_set: bool) -> Ranges:
         start, char = self.position - 1, self.take_char()
         if char in self.sets:
             return self.sets[char]
-        if char in "bB" and not inside:
+        if char in "bB" and not in_set:
             raise self.unsupported("a word boundary", start)
         if char in "pP" and self.next_is("{"):
             raise self.unsupported("a Unicode property", start)
@@ -235,4 +235,4 @@ class _Reader:
 
     def member(self) -> Ranges:
         char = self.take_char()
-        return self.escape(inside=True) if char == "\\" else self.one(ord(char))
+        return self.escape(in_set=True) if char == "\\" else self.one(ord(char))

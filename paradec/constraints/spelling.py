@@ -1,6 +1,6 @@
 """The bytes of each token of a model, by the context before it.
 
-SentencePiece drops a text's first space; other tokenizers put spaces between tokens. `spelling_of` tries several ways
+SentencePiece drops a text's first space; other tokenizers put spaces between tokens. `find_spelling` tries several ways
 of joining tokens, and returns the first that agrees with `decode` on random sequences.
 
 `build_token_automaton` converts an automaton over bytes to one over tokens. It walks all tokens byte by byte from all
@@ -67,7 +67,7 @@ def _arrays(texts: dict[int, bytes]) -> Texts:
 _SPELLINGS: weakref.WeakKeyDictionary[Any, Spelling | None] = weakref.WeakKeyDictionary()
 
 
-def spelling_of(tokenizer: Any) -> Spelling | None:
+def find_spelling(tokenizer: Any) -> Spelling | None:
     """Find the spelling of a tokenizer; None if no known way of joining tokens agrees with `decode`."""
     if tokenizer not in _SPELLINGS:
         _SPELLINGS[tokenizer] = next(_matching_spellings(tokenizer), None)

@@ -19,7 +19,7 @@ from paradec.constraints.expressions import Node, either, sequence
 from paradec.constraints.expressions import text as text_node
 from paradec.constraints.json_schema import MAX_LENGTHS, read_schema
 from paradec.constraints.regex import parse
-from paradec.constraints.spelling import Encode, Spelling, build_token_automaton, spell_texts, spelling_of
+from paradec.constraints.spelling import Encode, Spelling, build_token_automaton, find_spelling, spell_texts
 from paradec.core.checks import check_choice, check_int, check_text, short_repr, unknown_name
 from paradec.core.packaged import vocabulary_hint
 
@@ -63,7 +63,7 @@ class Constraint:
         return {name: value for name, value in marker.items() if value is not None}
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON data that `constraint_of` reads."""
+        """Convert to JSON data that `parse_constraint` reads."""
         raise NotImplementedError
 
     def node(self) -> Node:
@@ -85,7 +85,7 @@ class Constraint:
 
         Raises ValueError: as `node`, or the tokenizer joins tokens in an unknown way.
         """
-        spelling = spelling_of(tokenizer)
+        spelling = find_spelling(tokenizer)
         if spelling is None:
             raise ValueError(
                 f"constraint={short_repr(self)}: paradec does not know how this tokenizer joins tokens to texts; only "
@@ -302,18 +302,18 @@ class Grammar(Constraint):
         )
 
 
-def constraint_of(name: str, value: Any) -> Any:
+def parse_constraint(name: str, value: Any) -> Any:
     """Read a constraint, or a list with a constraint or None for each hole (`paradec.infill`). A constraint is a
     `Constraint`, the data of `to_dict`, a JSON schema with a type, or a pydantic class.
 
     Raises ValueError or TypeError for anything else.
     """
     if isinstance(value, (list, tuple)):
-        return tuple(one_constraint(name, entry, value) for entry in value)
-    return one_constraint(name, value)
+        return tuple(parse_one_constraint(name, entry, value) for entry in value)
+    return parse_one_constraint(name, value)
 
 
-def one_constraint(name: str, value: Any, holes: Any = None) -> Constraint | None:
+def parse_one_constraint(name: str, value: Any, holes: Any = None) -> Constraint | None:
     """Read one constraint, or None. Raises ValueError or TypeError for anything else. holes: for messages."""
     if value is None or isinstance(value, Constraint):
         return value

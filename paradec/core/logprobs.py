@@ -126,7 +126,8 @@ class LogProbs:
     chosen: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
     """[B, L] float64: log-probability of the final token; NaN where no token was decided (prompts, padding)."""
     best: Tensor = field(metadata=row_layout(columns=1, fill=math.nan))
-    """[B, L, k] float64: of the likeliest tokens of the step that wrote the final token, descending; else NaN."""
+    """[B, L, k] float64: log-probabilities of the likeliest tokens, descending, in the step that wrote the final token;
+    NaN where `chosen` is NaN."""
     best_tokens: Tensor = field(metadata=row_layout(columns=1, fill=-1))
     """[B, L, k] int64: the tokens of `best`; -1 where no token was decided."""
     step: Tensor = field(metadata=row_layout(columns=1, fill=-1))

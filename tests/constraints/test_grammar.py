@@ -17,7 +17,7 @@ from tokenized_models import TOKENIZER
 import paradec
 from paradec import samplers
 from paradec.constraints.grammar import GrammarTexts
-from paradec.constraints.values import constraint_of, token_automaton
+from paradec.constraints.values import parse_constraint, token_automaton
 from paradec.core.protocol import decode
 from paradec.integrations.server.limits import ApiError
 from paradec.integrations.server.request_body import TextBody, read_constraint
@@ -132,7 +132,7 @@ def test_copied_states_and_refilled_batches_decode_alike(causal: Model) -> None:
 
 
 def test_grammars_can_be_saved_and_wrong_ones_are_refused(causal: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert constraint_of("constraint", NESTED.to_dict()) == NESTED == pickle.loads(pickle.dumps(NESTED))
+    assert parse_constraint("constraint", NESTED.to_dict()) == NESTED == pickle.loads(pickle.dumps(NESTED))
     for text, message in (
         ('start: "a', "lexer error"),
         ("start: foo", 'unknown name: "foo"'),

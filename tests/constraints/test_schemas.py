@@ -21,7 +21,7 @@ import paradec
 from paradec.constraints import spelling
 from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.dfa import ByteAutomaton, byte_automaton
-from paradec.constraints.values import constraint_of
+from paradec.constraints.values import parse_constraint
 
 
 def automaton_of(schema: Any, depth: int = 3) -> ByteAutomaton:
@@ -399,7 +399,7 @@ def test_strings_are_shortened_to_fit_the_edge_limit(monkeypatch: pytest.MonkeyP
 
 def test_the_spelling_is_saved_and_compared() -> None:
     value = paradec.JsonSchema({"type": "null"}, spelling="any")
-    loaded = constraint_of("constraint", json.loads(json.dumps(value.to_dict())))
+    loaded = parse_constraint("constraint", json.loads(json.dumps(value.to_dict())))
     assert loaded == value != paradec.JsonSchema({"type": "null"})
     refuses(lambda: paradec.JsonSchema({"type": "null"}, spelling="own"), "spelling")
 

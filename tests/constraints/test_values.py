@@ -29,8 +29,8 @@ from paradec.constraints import passes, spelling, values
 from paradec.constraints.automaton import ConstraintSizeError, TokenAutomaton
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.dfa import ByteAutomaton, byte_automaton
-from paradec.constraints.spelling import spelling_of
-from paradec.constraints.values import Constraint, JsonSchema, Regex, constraint_of, token_automaton
+from paradec.constraints.spelling import find_spelling
+from paradec.constraints.values import Constraint, JsonSchema, Regex, parse_constraint, token_automaton
 from paradec.request import Request
 from paradec.samplers.features.spans import TextSpan
 
@@ -298,10 +298,10 @@ def test_constraints_are_saved_in_presets() -> None:
         paradec.Regex("a+", after="<", thinking_budget=9),
     ):
         assert pickle.loads(pickle.dumps(value)) == copy.deepcopy(value) == value
-        assert constraint_of("constraint", json.loads(json.dumps(value.to_dict()))) == value
+        assert parse_constraint("constraint", json.loads(json.dumps(value.to_dict()))) == value
         request = Request(constraint=value)
         assert Request.from_arguments({}, json.loads(json.dumps(request.to_dict()))).constraint == value
-        assert hash(value) == hash(constraint_of("constraint", value.to_dict()))
+        assert hash(value) == hash(parse_constraint("constraint", value.to_dict()))
     request = Request(constraint=[None, paradec.Regex("a")])  # one per row
     saved = json.loads(json.dumps(request.to_dict()))
     assert Request.from_arguments({}, saved).constraint == (None, paradec.Regex("a"))
@@ -334,7 +334,7 @@ def test_tokens_are_accepted_if_their_text_matches(data: st.DataObject) -> None:
     automaton = compile_tokens(paradec.Regex(pattern))
     ids = data.draw(st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=3))
     ids = data.draw(st.sampled_from([ids, encode("one two"), encode("éx"), [*encode("one"), *ids]]))
-    spelling = spelling_of(TOKENIZER)
+    spelling = find_spelling(TOKENIZER)
     assert spelling is not None
     raw = spelling.read(ids) or b""
     try:
@@ -397,9 +397,9 @@ def test_with_an_unknown_kind_of_tokenizer_only_choices_work() -> None:
 )
 def test_wrong_markers_and_thinking_budgets_are_refused(arguments: dict[str, Any], message: str) -> None:
     for value in ({"regex": "a"}, {"choice": ["a"]}, {"json_schema": {"type": "null"}}):
-        refuses(partial(constraint_of, "constraint", value | arguments), message)
+        refuses(partial(parse_constraint, "constraint", value | arguments), message)
     grammar = {"grammar": 'start: "a"', "after": "x"} | arguments
-    refuses(partial(constraint_of, "constraint", grammar), "after does not work with a grammar|thinking_budget")
+    refuses(partial(parse_constraint, "constraint", grammar), "after does not work with a grammar|thinking_budget")
 
 
 MARKER_TOKENS = ["<unk>", "</t>", "\u2581a", "a", "b", "</", "t>", "\u2581b", "<0x3C>", "t>b", "</t"]

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 import paradec
 from paradec.constraints.automaton import TokenAutomaton
-from paradec.constraints.values import constraint_of, token_automaton
+from paradec.constraints.values import parse_constraint, token_automaton
 from paradec.models.adapter import Model
 
 CASES: dict[str, dict[str, Any]] = {path.stem: read_json(path) for path in sorted(golden("structured").glob("*.json"))}
@@ -61,7 +61,7 @@ def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | No
 
     regex: replaces the case's constraint. ends: replaces the field that says whether texts may have end tokens."""
     vocab, end = case["vocab"], case["end"]
-    value = constraint_of("constraint", case["constraint"] if regex is None else {"regex": regex})
+    value = parse_constraint("constraint", case["constraint"] if regex is None else {"regex": regex})
     ids = (end,) if (case["ends"] if ends is None else ends) else ()
     return token_automaton(value, tokenizer_of(vocab, end), len(vocab) + 2, ids, (len(vocab), len(vocab) + 1))
 

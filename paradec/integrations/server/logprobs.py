@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from paradec.constraints.spelling import spelling_of
+from paradec.constraints.spelling import find_spelling
 from paradec.core.logprobs import NAMES, LogProbs, StepLogProbs
 
 IMPOSSIBLE = -9999.0  # OpenAI's value for a token of probability 0
@@ -42,7 +42,7 @@ class TokenScores:
 
     def __init__(self, tokenizer: Any, begin: int, markers: Mapping[int, str], is_prompt: bool = False):
         self._tokenizer, self._markers, self._is_prompt = tokenizer, markers, is_prompt
-        self._spelling, self._decoder = spelling_of(tokenizer), codecs.getincrementaldecoder("utf-8")("replace")
+        self._spelling, self._decoder = find_spelling(tokenizer), codecs.getincrementaldecoder("utf-8")("replace")
         self._offset, self._last, self._waiting = begin, -1, list[TokenScore]()
 
     def add(self, ids: Sequence[int], scores: LogProbs | StepLogProbs) -> None:

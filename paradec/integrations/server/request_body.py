@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, Field, Json, JsonValue
 from paradec.batching.slots import REFUSED
 from paradec.constraints.compiler import Compiler
 from paradec.constraints.grammar import GrammarTexts
-from paradec.constraints.values import Constraint, Grammar, ToolCalls, constraint_of
+from paradec.constraints.values import Constraint, Grammar, ToolCalls, parse_constraint
 from paradec.core.checks import check_names, short_repr, unknown_name
 from paradec.core.component_text import parse_components
 from paradec.integrations.server.limits import CLIENT_NAMES, ApiError
@@ -211,8 +211,8 @@ def read_constraint(
         if name == "tool_choice":
             constraint = compiler.compile(ToolCalls.from_functions, [tool["function"] for tool in value], after)
         elif isinstance(data, Mapping) and {*data} & {"json_schema", "regex", "after"}:
-            constraint = compiler.compile(constraint_of, "constraint", data)
-        elif not isinstance(constraint := constraint_of("constraint", data), Constraint):
+            constraint = compiler.compile(parse_constraint, "constraint", data)
+        elif not isinstance(constraint := parse_constraint("constraint", data), Constraint):
             raise ValueError(f"constraint={short_repr(value)} is for holes, and a prompt has none")
         if isinstance(constraint, Grammar) and facts.topology == "causal":
             return constraint, GrammarTexts(constraint.grammar, model.tokenizer, facts.vocab_size, facts.eos_token_ids)
@@ -223,7 +223,7 @@ def read_constraint(
 
 
 def _read_format(name: str, value: Any) -> Any:
-    """Convert a field's value to an argument of `constraint_of`. Raises ValueError for a malformed value."""
+    """Convert a field's value to an argument of `parse_constraint`. Raises ValueError for a malformed value."""
     match name, value:
         case "paradec" | "preset", _:
             return value

@@ -26,7 +26,7 @@ from paradec.api.generate import generate
 from paradec.api.output import Output
 from paradec.attention.sparsed import SparseD
 from paradec.caches.suffix import Suffix
-from paradec.constraints.values import Constraint, one_constraint
+from paradec.constraints.values import Constraint, parse_one_constraint
 from paradec.core.checks import check_int, short_repr
 from paradec.core.prompts import encode
 from paradec.core.protocol import Commit, State, interruptible
@@ -292,7 +292,7 @@ def compare(
     new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens
     request: dict[str, Any] = {"cache": cache, "attention": attention, "suffix": suffix, "seed": seed}
     request |= {"max_new_tokens": new, "block_length": block_length}
-    request["constraint"] = one_constraint("constraint", constraint)
+    request["constraint"] = parse_one_constraint("constraint", constraint)
     if names is None:
         arguments = request | {"seed": None, "constraint": questions[0].constraint or request["constraint"]}
         todo = [entry for entry in todo if _is_supported(entry, model, questions[0].prompt, arguments)]

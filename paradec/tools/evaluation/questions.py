@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paradec.constraints.values import Constraint, one_constraint
+from paradec.constraints.values import Constraint, parse_one_constraint
 from paradec.core.checks import check_int, check_names, check_text, short_repr, unknown_name
 from paradec.core.text_files import parse_json, read_lines
 from paradec.tools.evaluation.tasks import get_task, load_prompts, spread
@@ -101,7 +101,7 @@ def _question(line: str) -> Question:
         raise ValueError("give answer_ids, or answer or regex, not both")
     right, has_many = build_judge(fields) if truth is None else (None, None)
     prompt = fields["prompt"] if "prompt" in fields else list(read_ids("input_ids", fields["input_ids"]))
-    constraint = one_constraint("constraint", fields.get("constraint"))
+    constraint = parse_one_constraint("constraint", fields.get("constraint"))
     task = fields.get("task", "prompts")
     return Question(prompt, line.strip(), right, truth, task=task, many=has_many, constraint=constraint)
 

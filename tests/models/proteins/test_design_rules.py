@@ -45,7 +45,7 @@ def design_by_loop(
     row, size = list(row), len(model.structures[number])
     decided, total = [index for index, token in enumerate(row[1:]) if token != MASK_ID], []
 
-    def bias_of(residue: int) -> list[float]:
+    def read_bias(residue: int) -> list[float]:
         at_residue = rules.bias_at.get(residue, {})
         return [rules.bias.get(letter, 0) + at_residue.get(letter, 0) for letter in LETTERS[:20]]
 
@@ -54,7 +54,7 @@ def design_by_loop(
         for step, known in enumerate(decided):
             letters[0, groups[known]], rank[0, groups[known]] = row[1 + known], step
         mean = model.module(model.encodings[number], letters, rank)[0, groups[column], :20].mean(0)
-        logits = mean + torch.tensor(np.mean([bias_of(residue) for residue in groups[column]], 0))
+        logits = mean + torch.tensor(np.mean([read_bias(residue) for residue in groups[column]], 0))
         for residue in groups[column]:
             logits[[LETTERS.index(letter) for letter in rules.omit + rules.omit_at.get(residue, "")]] = -torch.inf
         logits = torch.nn.functional.pad(logits, (0, model.facts.vocab_size - 20), value=-torch.inf)

@@ -22,7 +22,7 @@ from structured import (
 
 import paradec
 from paradec import samplers
-from paradec.constraints.values import constraint_of
+from paradec.constraints.values import parse_constraint
 from paradec.models.adapter import Model
 from paradec.samplers.causal.trees import DynamicTree
 
@@ -132,7 +132,7 @@ def test_reasoning_and_answers_have_the_distribution_of_token_by_token_decoding(
     constraint = {"regex": "[bc]?a?|ca*", "after": after, "thinking_budget": budget}
     case = {"vocab": [*"abc", "<end>"], "end": 3, "ends": True, "slots": 5, "constraint": constraint}
     case["model"] = {"bias": bias.tolist(), "pair": pair.tolist()}
-    model, value = causal_model_of(case), constraint_of("constraint", constraint)
+    model, value = causal_model_of(case), parse_constraint("constraint", constraint)
     request: dict[str, Any] = {"sampler": sampler_of(chain, causal_model_of(case, 1.0)), "constraint": value}
     request |= {"max_new_tokens": 5, "eos_early_stop": False, "logprobs": 0}
     for temperature in (0.7, 1.0):

@@ -34,7 +34,7 @@ from paradec import AdaptiveBlocks, PipelinedBlocks, samplers
 from paradec.constraints import passes
 from paradec.constraints.automaton import TokenAutomaton
 from paradec.constraints.marginals import Marginals
-from paradec.constraints.values import constraint_of
+from paradec.constraints.values import parse_constraint
 from paradec.models.adapter import Model
 from paradec.samplers.features import constraints, spans
 from paradec.samplers.features.constraints import MaskedConstraint
@@ -132,7 +132,7 @@ def start_case(case: dict[str, Any], sampler: Any = None, canvas: Canvas | None 
         request["constraint"] = [paradec.Regex(hole["regex"]) for hole in holes]
         request["holes_eos_inf"] = False
     else:
-        request["constraint"] = constraint_of("constraint", case["constraint"])
+        request["constraint"] = parse_constraint("constraint", case["constraint"])
         request["suppress_tokens"] = () if case["ends"] else (case["end"],)
     return sampler, model, sampler.start(model, torch.tensor([row]), max_new_tokens=0, **request | more)
 
@@ -431,7 +431,7 @@ def test_free_text_a_marker_and_an_answer_have_the_models_distribution(
 @pytest.mark.parametrize(("after", "budget", "slots"), BEHIND_MARKERS)
 def test_the_likeliest_free_text_marker_and_answer(after: str, budget: int | None, slots: int) -> None:
     case = case_behind_a_marker(after, budget, slots, 0.0)
-    model, value = model_of(case), constraint_of("constraint", case["constraint"])
+    model, value = model_of(case), parse_constraint("constraint", case["constraint"])
     p = softmax(model.module.of([None] * slots))
     best = max(texts_behind_a_marker(case), key=lambda text: math.prod(p[at][token] for at, token in enumerate(text)))
     for block in (1, slots):
