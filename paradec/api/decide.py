@@ -136,7 +136,7 @@ def _check_texts(name: str, value: Any, count: int | None = None) -> list[str]:
             f"{name}={short_repr(value)} must be different texts, none of them empty, and at least one: {example}"
         )
     if count is not None and len(texts) != count:
-        raise ValueError(f"{name}={short_repr(value)} must be one for each of {count} options; None gives 26 letters")
+        raise ValueError(f"{name}={short_repr(value)} must be {count} texts, one per option (None: letters, up to 26)")
     check_json(name, texts)
     return texts
 
@@ -282,7 +282,7 @@ def check_decision_model(model: Any) -> None:
     check_model("decide", model, ("text", "canvas"))
     name, topology, tokenizer = model.facts.name, model.facts.topology, getattr(model, "tokenizer", None)
     if getattr(model, "reads_order", False):
-        raise ValueError(f"{name} writes residues, and cannot answer questions: decide takes text models")
+        raise ValueError(f"{name} generates residues, and cannot answer questions: decide takes text models")
     if tokenizer is None:
         ways = "put its files into the model's folder, load with tokenizer=..., or set model.tokenizer = ..."
         raise ValueError(f"{name} has no tokenizer to write questions with: {ways}")

@@ -121,13 +121,13 @@ def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) ->
     out, plot, resume, format_, as_json = output
     previous = evaluation.Comparison.from_json(out) if resume and out is not None and out.exists() else None
     model = options.load(request)
-    saved = 0
+    num_saved = 0
 
     def update(bar: show.Bar, comparison: Any, configuration: Any, share: float) -> None:
-        nonlocal saved
-        if out is not None and len(comparison.results) > saved:
+        nonlocal num_saved
+        if out is not None and len(comparison.results) > num_saved:
             comparison.to_json(out)
-            saved = len(comparison.results)
+            num_saved = len(comparison.results)
         bar.show_share(configuration.name, share, comparison.num_answered, comparison.num_total)
 
     outcome, code = show.with_bar(lambda bar: run(model, **request, resume=previous, progress=partial(update, bar)))

@@ -153,12 +153,12 @@ def plan_text(plan: dict[str, Any]) -> str:
     def join_items(value: Any) -> Any:
         return ", ".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else value
 
-    lines = dict(plan["recipe"])
-    about, memory = lines.pop("about"), plan["memory"]
+    fields = dict(plan["recipe"])
+    about, memory = fields.pop("about"), plan["memory"]
     if "unknown" not in memory:
         sizes = {part: f"{memory[part] / 1e9:.2f} GB" for part in ("total", "weights", "store", "logits")}
         memory = sizes | {part: memory[part] for part in ("prompt_tokens", "max_new_tokens")}
-    lines |= {"tasks": ", ".join(lines["tasks"]), "model": lines["model"] or "packaged"}
-    lines |= {"sampler": plan["sampler"], "versions": plan["versions"], "memory": memory}
-    text = [f"{name:<14}{join_items(value)}" for name, value in lines.items() if value not in (None, "", {}, [], ())]
+    fields |= {"tasks": ", ".join(fields["tasks"]), "model": fields["model"] or "packaged"}
+    fields |= {"sampler": plan["sampler"], "versions": plan["versions"], "memory": memory}
+    text = [f"{name:<14}{join_items(value)}" for name, value in fields.items() if value not in (None, "", {}, [], ())]
     return "\n".join([*textwrap.wrap(about, 80), *text, *(f"note: {sentence}" for sentence in plan["missing"])])

@@ -67,7 +67,7 @@ class FileJob:
     out: Path
     resume: bool = False
     lines: list[Line] = field(init=False)
-    earlier: list[dict[str, Any]] = field(init=False, default_factory=list)
+    earlier_entries: list[dict[str, Any]] = field(init=False, default_factory=list)
     """Complete lines of an earlier run."""
     settings: dict[str, Any] = field(init=False, default_factory=dict)
     """Field "settings" of every line."""
@@ -81,7 +81,7 @@ class FileJob:
             raise ValueError(f"--in and --out are one file, {str(self.out)!r}")
         if not self.resume:
             raise ValueError(f"--out {str(self.out)!r} is not empty: continue it with --resume, or remove it")
-        self.earlier = read_answers(self.out, self.lines)
+        self.earlier_entries = read_answers(self.out, self.lines)
 
     def set_settings(self, settings: dict[str, Any]) -> int | None:
         """Store the settings from `prepare`. Returns the seed, by default that of the earlier run. Raises ValueError if
@@ -90,15 +90,15 @@ class FileJob:
         request = self.settings["request"]
         if request.get("temperature"):
             request["draws"] = DRAWS
-        if self.earlier and "seed" in (earlier := self.earlier[0]["settings"]["request"]):
+        if self.earlier_entries and "seed" in (earlier := self.earlier_entries[0]["settings"]["request"]):
             request.setdefault("seed", earlier["seed"])
-        for entry in self.earlier:
+        for entry in self.earlier_entries:
             if changed := differences(entry["settings"], self.settings):
                 raise ValueError(
                     f"--out {str(self.out)!r} was made with other settings (line {entry['line']}): "
                     f"{'; '.join(changed)}. Give the same settings, or another file"
                 )
-        versions = {short_repr(entry["settings"].get("paradec")) for entry in self.earlier}
+        versions = {short_repr(entry["settings"].get("paradec")) for entry in self.earlier_entries}
         for version in versions - {short_repr(paradec.__version__)}:
             this_version = f"this is {paradec.__version__}: they may differ"
             warnings.warn(f"--out {str(self.out)!r} has answers of paradec {version}, and {this_version}", stacklevel=2)
@@ -109,7 +109,7 @@ class FileJob:
         """Answer the remaining prompts, at most `batch` rows together (None: what fits), print a summary and exit."""
         self.settings["request"]["seed"] = work.request["seed"]
         rows = self._encode(work)
-        finished = {entry["line"] for entry in self.earlier if "error" not in entry}
+        finished = {entry["line"] for entry in self.earlier_entries if "error" not in entry}
         parts = [rows[line.number] for line in self.lines if line.number in rows and line.number not in finished]
         max_rows = work.rows_that_fit(_concatenate(parts)) if parts else 1
         size = min(max_rows, batch or max_rows)
@@ -122,7 +122,7 @@ class FileJob:
 
     def run(self, make_run: Callable[..., Run], num_lines: int, as_json: bool) -> NoReturn:
         """Answer the remaining prompts, `num_lines` together, print a summary and exit."""
-        finished = {entry["line"]: entry for entry in self.earlier if "error" not in entry}
+        finished = {entry["line"]: entry for entry in self.earlier_entries if "error" not in entry}
         todo = [line for line in self.lines if line.number not in finished]
         if self.out.is_file():
             write_lines(self.out, finished.values())  # removes an incomplete last line

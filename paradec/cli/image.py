@@ -104,11 +104,11 @@ def image(
         from paradec.cli.pipeline import PipelineJob
 
         names = {"sampler", *common_arguments}
-        refused = [f"{name} in --preset" for name in defaults if name not in names or isinstance(defaults[name], list)]
+        invalid = [f"{name} in --preset" for name in defaults if name not in names or isinstance(defaults[name], list)]
         token_options = (token_arguments | files | {"drafter": drafter}).items()
-        refused += ["--" + name.replace("_", "-") for name, value in token_options if value is not None]
-        if refused:
-            raise ValueError(f"{refused[0]} is not for diffusers pipelines; leave it out")
+        invalid += ["--" + name.replace("_", "-") for name, value in token_options if value is not None]
+        if invalid:
+            raise ValueError(f"{invalid[0]} is not for diffusers pipelines; leave it out")
         common_arguments |= {name: defaults.get(name) for name, value in common_arguments.items() if value is None}
         work = PipelineJob(job, index, sampler_name, settings, compare, common_arguments, **placement)
         work.run(show_bars=show.on_terminal(sys.stderr), as_json=as_json)

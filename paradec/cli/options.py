@@ -251,11 +251,11 @@ def read_settings(pairs: Iterable[str] | None, option: str = "--set") -> dict[st
             raise ValueError(f"{option} takes NAME=VALUE, got {pair!r}")
         if name in values:
             raise ValueError(f"{option} gives {name!r} twice")
-        values[name] = _value(text.strip())
+        values[name] = _parse_value(text.strip())
     return values
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """Parse a JSON or Python literal (0.9, true, None, [1, 2]); other texts are returned unchanged."""
     for parse in (json.loads, ast.literal_eval):
         try:

@@ -112,22 +112,22 @@ class PipelineJob:
     def run(self, show_bars: bool = False, as_json: bool = False) -> None:
         """Make the pictures, write the sheets and print the cost. show_bars: whether progress is shown."""
         pipe = load_pipeline(self.cls, self.index["folder"], self.dtype, self.device, show_bars)
-        call = self._build_call(pipe)
-        base = int(torch.randint(2**62, ())) if self.request["seed"] is None else self.request["seed"]
-        rows = len(next(iter(call.values())))
+        arguments = self._build_arguments(pipe)
+        base_seed = int(torch.randint(2**62, ())) if self.request["seed"] is None else self.request["seed"]
+        num_rows = len(next(iter(arguments.values())))
 
         def make_pictures() -> tuple[list[Any], float]:
             # one generator per picture, so that a picture depends only on its own seed
-            draw = [torch.Generator().manual_seed(base + row) for row in range(rows)]
+            generators = [torch.Generator().manual_seed(base_seed + row) for row in range(num_rows)]
             start = time.perf_counter()
-            images = pipe(**call, generator=draw).images
+            images = pipe(**arguments, generator=generators).images
             return images, time.perf_counter() - start
 
         plain_images, plain_seconds = make_pictures() if self.compare else ([], 0.0)
         steps, latents = None, list[torch.Tensor]()
         if self.makes_codes:
             session = self._set_scheduler(pipe)
-            call["callback"] = lambda step, timestep, codes: latents.append(codes.cpu())
+            arguments["callback"] = lambda step, timestep, codes: latents.append(codes.cpu())
         else:
             session = paradec.accelerate(pipe, self.method)
         with nullcontext() if session is None or self.makes_codes else session:
@@ -136,7 +136,7 @@ class PipelineJob:
         if self.makes_codes:  # [B, h, w]: the step that made each code final
             mask = pipe.scheduler.config.mask_token_id
             steps = torch.stack([codes == mask for codes in latents]).sum(0).numpy()
-        self.job.columns = rows if plain_images and self.job.columns is None else self.job.columns
+        self.job.columns = num_rows if plain_images and self.job.columns is None else self.job.columns
         record = None
         if self.job.trace is not None and not self.job.has_step_sheet:
             record = trace_from_steps(steps, images, self.method) if self.makes_codes else report.trace(images)
@@ -144,17 +144,17 @@ class PipelineJob:
         pairs = zip(images, plain_images, strict=False)
         distances = [np.abs(np.asarray(a, float) - np.asarray(b, float)).mean() for a, b in pairs]
         difference = float(np.mean(distances) / 255) if plain_images else 0.0
-        compared = {"plain_seconds": plain_seconds, "pixel_difference": difference} if plain_images else {}
+        comparison = {"plain_seconds": plain_seconds, "pixel_difference": difference} if plain_images else {}
         if not as_json:
             width, height = images[0].size
             pictures = format_count(len(images), "picture")
             text = f"{pictures} of {height} x {width} pixels in {self.job.out}, {seconds:.2f} s"
             if plain_images:
-                text += f" (plain, above: {plain_seconds:.2f} s; pixels {compared['pixel_difference']:.4f} apart)"
+                text += f" (plain, above: {plain_seconds:.2f} s; pixels {comparison['pixel_difference']:.4f} apart)"
             typer.echo(text if report is None else f"{text}\n{getattr(report, 'summary', str(report))}")
             return
         data: dict[str, Any] = {"out": str(self.job.out), **self.job.conditions, "pipeline": self.cls.__name__}
-        data |= {"pictures": len(images), "seconds": seconds, "sampler": self.method.to_dict(), **compared}
+        data |= {"pictures": len(images), "seconds": seconds, "sampler": self.method.to_dict(), **comparison}
         if hasattr(report, "calls"):
             calls = [{name: getattr(call, name) for name in CALL_FIELDS} for call in report.calls]
             data |= {"full_steps": report.full_steps, "bytes": report.bytes, "calls": calls}
@@ -162,20 +162,20 @@ class PipelineJob:
             data |= {"cells": report.cells, "bytes": report.bytes}
         typer.echo(json.dumps(data))
 
-    def _build_call(self, pipe: Any) -> dict[str, Any]:
+    def _build_arguments(self, pipe: Any) -> dict[str, Any]:
         """Build the pipeline's arguments: the condition first, one row per picture."""
         (values,) = self.job.conditions.values()
         rows = [entry for entry in values for _ in range(self.request["num_images"])]
         if "class_labels" in self.job.conditions:
             classes = pipe.transformer.config.num_embeds_ada_norm
-            call: dict[str, Any] = {"class_labels": list_labels(rows, classes)}
+            arguments: dict[str, Any] = {"class_labels": list_labels(rows, classes)}
         else:
-            call = {"prompt": rows}
+            arguments = {"prompt": rows}
             if self.request["negative_prompt"] is not None:
-                call["negative_prompt"] = [self.request["negative_prompt"]] * len(rows)
+                arguments["negative_prompt"] = [self.request["negative_prompt"]] * len(rows)
         options = {"num_inference_steps": self.request["steps"]}
         options |= {name: self.request[name] for name in ("guidance_scale", "height", "width")}
-        return call | {name: value for name, value in options.items() if value is not None}
+        return arguments | {name: value for name, value in options.items() if value is not None}
 
     def _set_scheduler(self, pipe: Any) -> Any:
         """Make the sampler the scheduler of a pipeline of codes. Returns the session of hooks for ReCAP, else None."""

@@ -48,15 +48,15 @@ def serve(
     """Serve a model at /v1/chat/completions, /v1/completions and /v1/systemone, with batches that stay full."""
     check_choice("--log-level", log_level, ("critical", "error", "warning", "info", "debug"))
     check_number("--timeout", timeout, low=0, open_low=True)
-    key = os.environ.get("PARADEC_API_KEY") or None
+    api_key = os.environ.get("PARADEC_API_KEY") or None
     if api_key_file is not None:
-        key = read_text(api_key_file).strip()
-        if not key or any(char.isspace() for char in key):
+        api_key = read_text(api_key_file).strip()
+        if not api_key or any(char.isspace() for char in api_key):
             raise ValueError(f"--api-key-file {str(api_key_file)!r} must hold one key")
     from paradec.integrations.server import check_installed, listen
 
     check_installed()
-    if key is None and host not in LOCAL:
+    if api_key is None and host not in LOCAL:
         print(f"warning: --host {host} without an API key: anyone who can reach it can use it", file=sys.stderr)
     listen_socket = listen(host, port)  # before the model is loaded, which may take minutes
     from paradec.cli.work import prepare
@@ -64,15 +64,15 @@ def serve(
 
     saved_requests = read_presets(presets) if presets else {}
     shared["cache"] = cache or "none"
-    names, has_model = options.explicit_options(context), shared["model"] is not None
-    work = prepare("generate", None, names, use_defaults=has_model, **shared)
+    given_options, has_model = options.explicit_options(context), shared["model"] is not None
+    work = prepare("generate", None, given_options, use_defaults=has_model, **shared)
     request = {name: value for name, value in work.request.items() if name not in ("seed", "attention")}
     with show.waiting("starting"):
         import paradec.integrations.server.app as app
         from paradec.api.defaults import choose_packaged_suffix, describe_settings
         from paradec.integrations.server.engine import Engine
 
-        if not has_model and not names & {"suffix", "preset"}:
+        if not has_model and not given_options & {"suffix", "preset"}:
             request["suffix"] = choose_packaged_suffix(work.model, work.method, request["cache"])
         try_request(work.model, max_memory, sampler=work.method, **request)
         sizes: dict[str, Any] = {"batch_size": batch, "max_memory": max_memory, "prefix_memory": prefix_memory}
@@ -81,7 +81,7 @@ def serve(
     limits: dict[str, Any] = {"max_answer": max_answer, "max_body": max_body, "max_requests": max_requests}
     limits |= {"max_work": max_work, "timeout": timeout, "cors": cors}
     try:
-        server_app = app.build_app(engine, name=model_name, presets=saved_requests, api_key=key, **limits)
+        server_app = app.build_app(engine, name=model_name, presets=saved_requests, api_key=api_key, **limits)
         displayed_host = f"[{host}]" if ":" in host else host
         typer.echo(f"{model_name}: http://{displayed_host}:{listen_socket.getsockname()[1]}/v1")
         typer.echo(describe_in_line(describe_settings(engine.batch, max_answer)))

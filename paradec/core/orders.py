@@ -470,7 +470,7 @@ class Given(Order):
         except ValueError:
             cells = np.empty(0)
         if cells.dtype.kind not in "iu" or cells.ndim not in (1, 2) or not cells.size:
-            raise ValueError(f"cells={short_repr(self.cells)} must list every cell once, for all rows or for each")
+            raise ValueError(f"cells={short_repr(self.cells)} must list every cell once, in one list or in one per row")
         lists = cells.tolist()
         object.__setattr__(self, "cells", tuple(lists if cells.ndim == 1 else map(tuple, lists)))
         object.__setattr__(self, "sizes", check_sizes(self.sizes))

@@ -74,7 +74,7 @@ def rows_from_lists(prompt: Sequence[Any], attention_mask: Any) -> tuple[list[li
             return rows_from_tensor(to_tensor("input ids", [list(map(int, row)) for row in prompt]), attention_mask)
         return [[int(i) for i in row] for row in prompt], False
     kinds = sorted({type(item).__name__ for item in prompt})
-    raise TypeError(f"prompt mixes or holds items of type {kinds}; give texts, chats or rows of ids")
+    raise TypeError(f"prompt holds items of types {kinds}; give texts, chats or rows of ids")
 
 
 TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")

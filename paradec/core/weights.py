@@ -46,9 +46,7 @@ class WeightsLock:
         has rows."""
         with self:
             if self._depth > 1:
-                raise RuntimeError(
-                    f"a request of {name} that runs in this thread asks for new weights: wait for its end"
-                )
+                raise RuntimeError(f"a request of {name} runs in this thread: update the weights after it has ended")
             if rows := sum(batch.occupied for batch in self.batches):
                 raise RuntimeError(
                     f"{rows} rows of {name} are being decoded in a batch: take its steps until they have ended"

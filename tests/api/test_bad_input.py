@@ -119,7 +119,7 @@ def test_conflicting_arguments_are_refused(llada: CallCounter, arguments: dict, 
 PROMPTS = [
     ([], "prompt is empty"), ("", "llada-tiny has no tokenizer"), ([[1], []], "prompt of row 1 is empty"),
     ([[1], [2, 64]], "input id 64 in row 1 is outside the vocabulary (0 to 63)"),
-    ([10**40], "in row 0 is outside the vocabulary"), ([1, "a"], "prompt mixes or holds items of type ['int', 'str']"),
+    ([10**40], "in row 0 is outside the vocabulary"), ([1, "a"], "prompt holds items of types ['int', 'str']"),
     ([True, False], "['bool']"), ([None], "['NoneType']"),
     (5, "prompt must be text, chat messages or input ids, not int"), ({1, 2}, "not set"),
     (iter([1, 2]), "not list_iterator"), (torch.zeros(0, 3, dtype=torch.long), "shape (0, 3)"),
