@@ -152,9 +152,9 @@ class Decision:
     probabilities: Mapping[Any, float]
     """Probabilities of the options, levels or texts."""
     confidence: float
-    """0 (a guess) to 1: (p - 1/m) / (1 - 1/m) with the probability p of the likeliest of m options. For a `Score`
-    max(0, 1 - d / u), where d is the mean distance to the likeliest level, and u the mean distance of a uniform
-    distribution to the middle (as in transformers)."""
+    """0 (a guess) to 1, as in transformers. Of m options, the likeliest of which has probability p: (p - 1/m) / (1 -
+    1/m). For a `Score`: max(0, 1 - d / u), where d is the mean distance to the likeliest level, and u is the mean
+    distance of a uniform distribution to the middle."""
     entropy: float
     """Entropy of the probabilities, in nats."""
     mass: float

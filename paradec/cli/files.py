@@ -1,10 +1,11 @@
 """`--in FILE --out answers.jsonl` of `paradec generate` and `decide`: an answer or error per prompt; runs can resume.
 
-A line of answers is {"line", "id" and "constraint" (if given), "prompt", "text", "tokens", "finished", "nfe",
-"settings"}, or {"line", "id", "prompt", "error", "settings"}; --logprobs adds "logprobs". With several answers per
-prompt, "text", "tokens", "finished", "nfe" and "logprobs" are lists. "settings" are {"paradec": version, "model",
-"dtype", "quantization", "tokenizer", "drafter", "request": non-default fields of `paradec.Request`, and the seed}. All
-lines of a file have the same settings. A line of `decide` has "answers" instead of "text" to "nfe".
+A line of answers is a JSON object with these fields:
+- "line" and "prompt"; "id" and "constraint" if the prompt has them
+- "text", "tokens", "finished", "nfe", and with --logprobs "logprobs"; lists if there are several answers per prompt.
+  Lines of `decide` have "answers" instead, lines of failed prompts "error".
+- "settings": {"paradec": version, "model", "dtype", "quantization", "tokenizer", "drafter", "request": non-default
+  fields of `paradec.Request`, and the seed}. They are the same in all lines of a file.
 """
 
 from __future__ import annotations

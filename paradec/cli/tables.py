@@ -117,8 +117,7 @@ def print_component(kind: str, name: str, cls: Any, as_json: bool, extra: dict[s
 
 
 def split_docstring(cls: Any) -> tuple[str, dict[str, str]]:
-    """Split the docstring of a class or function into its text around `Args:` and descriptions of settings, including
-    those of base classes."""
+    """Split a docstring into its text without `Args:`, and descriptions of settings (also those of base classes)."""
     about: list[str] = []
     setting_texts: dict[str, str] = {}
     for base in reversed(getattr(cls, "__mro__", (cls,))):

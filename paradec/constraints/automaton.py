@@ -23,7 +23,8 @@ STRETCH = 2048
 
 
 class KeyGroups:
-    """Entries sorted and grouped by key."""
+    """Groups of E entries by key. `order` [E] sorts the entries by key. `keys` [K] are the distinct keys, `starts` [K]
+    the index of each key's first sorted entry."""
 
     def __init__(self, keys: np.ndarray):
         self.order = np.argsort(keys, kind="stable")

@@ -122,17 +122,18 @@ class _Positions:
         self._inner: dict[int, list[int]] = {END: []}
         self._reached: dict[Positions, Positions] = {}
 
-    def count(self, work: int) -> None:
+    def add_work(self, work: int) -> None:
         self.work += work
         if self.work > MAX_WORK:
             raise too_large()
 
-    def add(self, machine: Node, state: int, then: int) -> int:
+    def add(self, machine: Node, state: int, following: int) -> int:
+        """Return the index of a position, new or known; `following` if the machine cannot read on."""
         if isinstance(machine, Characters):
             machine = Machine((((machine, 1),), ()), (False, True))
         if machine.accept[state] and not machine.edges[state]:
-            return then
-        position = (machine, state, then)
+            return following
+        position = (machine, state, following)
         if position not in self._ids:
             self._ids[position] = len(self._positions)
             self._positions.append(position)
@@ -146,18 +147,18 @@ class _Positions:
                 new = [index for index in self._expand(stack.pop()) if index not in reached]
                 reached.update(new)
                 stack += new
-            self.count(1 + len(reached))
+            self.add_work(1 + len(reached))
             self._reached[positions] = tuple(sorted(i for i in reached if i == END or self._letters[i]))
         return self._reached[positions]
 
     def _expand(self, index: int) -> list[int]:
         """Record a position's letters. Returns the positions that can be reached from it without a letter."""
         if index not in self._inner:
-            machine, state, then = self._positions[index]
-            self.count(1 + len(machine.edges[state]))
-            letters, inner = list[tuple[int, int, Positions]](), [then] if machine.accept[state] else []
+            machine, state, following = self._positions[index]
+            self.add_work(1 + len(machine.edges[state]))
+            letters, inner = list[tuple[int, int, Positions]](), [following] if machine.accept[state] else []
             for letter, target in machine.edges[state]:
-                position = self.add(machine, target, then)
+                position = self.add(machine, target, following)
                 if isinstance(letter, Characters):
                     letters += [(low, high, (position,)) for low, high in letter.ranges]
                 else:
@@ -168,7 +169,7 @@ class _Positions:
     def moves(self, positions: Positions) -> Iterator[tuple[int, int, Positions]]:
         letters = [self._letters[index] for index in positions]
         moves = letters[0] if len(letters) == 1 else self._disjoint([move for part in letters for move in part])
-        self.count(len(positions) + len(moves))
+        self.add_work(len(positions) + len(moves))
         return ((low, high, self._reached.get(target) or self.reach(target)) for low, high, target in moves)
 
     def _disjoint(self, moves: list[tuple[int, int, Positions]]) -> list[tuple[int, int, Positions]]:
@@ -181,7 +182,7 @@ class _Positions:
         for low, high, target in moves:
             for index in range(bisect_left(cuts, low), bisect_left(cuts, high + 1)):
                 targets[index].update(target)
-                self.count(len(target))
+                self.add_work(len(target))
         parts = zip(cuts, cuts[1:], targets, strict=False)
         return join_ranges((low, high - 1, tuple(sorted(ids))) for low, high, ids in parts if ids)
 

@@ -97,8 +97,7 @@ def _matching_spellings(tokenizer: Any) -> Iterator[Spelling]:
 
 
 def _matches_decode(tokenizer: Any, spelling: Spelling) -> bool:
-    """Whether the spelling of random sequences agrees with `decode`, and at least half of the sequences have bytes.
-    Sequences of invalid UTF-8 are skipped."""
+    """Whether the spelling agrees with `decode` on random sequences. At least half of them must have bytes."""
     rng, ids, num_unreadable = np.random.default_rng(0), np.array([*spelling.after]), 0
     if not len(ids):
         return False
@@ -109,7 +108,7 @@ def _matches_decode(tokenizer: Any, spelling: Spelling) -> bool:
             continue
         try:
             text = encoded.decode()
-        except UnicodeDecodeError:
+        except UnicodeDecodeError:  # no text, nothing to compare
             continue
         if tokenizer.decode(sample_ids, skip_special_tokens=True) != text:
             return False

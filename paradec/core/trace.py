@@ -56,7 +56,7 @@ class TraceStep:
     evaluated: list[list[Span]] | None = field(default=None, compare=False)
     """Spans of the evaluated positions of each row."""
     blocks: list[Span | None] | None = field(default=None, compare=False)
-    """Open block or draft window of each row; None for a row without an open block in this step."""
+    """Open block or draft window of each row; None for a row that took no part in the step."""
     starts: list[list[int] | None] | None = field(default=None, compare=False)
     """With pipelined blocks: starts of each row's open blocks, ascending; `blocks` spans them. None as in `blocks`."""
     rejected: list[tuple[int, int, int]] | None = field(default=None, compare=False)
