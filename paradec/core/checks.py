@@ -33,8 +33,8 @@ language model."""
 
 
 def check_model(user: str, model: Any, allowed: Sequence[str]) -> None:
-    """Raise TypeError unless `model` is of a kind in `allowed` (keys of `MODELS`). If the model has a `check_use(user)`,
-    it may raise too. user: the function or object that uses the model, for messages."""
+    """Raise TypeError unless `model` is of a kind in `allowed` (keys of `MODELS`). The model's `check_use(user)`, if it
+    has one, may raise too. user: the function or object that uses the model, for messages."""
     kind = None if isinstance(model, type) else getattr(model, "makes", None)
     if kind is None and not isinstance(model, type) and callable(model) and hasattr(model, "facts"):
         kind = "text"
