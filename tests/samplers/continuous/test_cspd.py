@@ -249,13 +249,13 @@ def test_one_dimension_has_the_target_s_distribution() -> None:
     values = result.values[:, 0].sort().values
     assert distance(values, cdf(values, MP, SP)) < 1.63 / math.sqrt(count)
     assert result.resolved.all() and 0.3 < result.accepted.double().mean() < 0.7
-    for part in (result.accepted, ~result.accepted):
-        values = result.values[part, 0].sort().values
+    for is_part in (result.accepted, ~result.accepted):
+        values = result.values[is_part, 0].sort().values
         assert distance(values, cdf(values, MP, SP)) > 0.05
 
 
 @pytest.mark.parametrize("sigma", [1.0, 0.6, 1.2])
-def test_one_dimension_of_equal_drafts(sigma: float) -> None:
+def test_redraws_in_one_dimension_have_the_residual_distribution(sigma: float) -> None:
     count = 40_000
     result = verify_one_dimension(torch.full((count, 1), MQ, dtype=torch.float64), sigma)
     ratio = sigma * SQ / SP * math.exp(-(((MQ - MP) / SP) ** 2) / 2)
@@ -267,9 +267,9 @@ def test_one_dimension_of_equal_drafts(sigma: float) -> None:
     p = torch.exp(-(((grid - MP) / SP) ** 2) / 2) / SP
     q = torch.exp(-(((grid - MQ) / SQ) ** 2) / 2) / SQ
     cumulated = (p - q / sigma).clamp(min=0).cumsum(0)
-    drawn = result.values[~result.accepted & result.resolved, 0].sort().values
-    expected = (cumulated / cumulated[-1])[torch.searchsorted(grid, drawn).clamp(max=len(grid) - 1)]
-    assert len(drawn) > 3000 and distance(drawn, expected) < 1.63 / math.sqrt(len(drawn))
+    redrawn = result.values[~result.accepted & result.resolved, 0].sort().values
+    expected = (cumulated / cumulated[-1])[torch.searchsorted(grid, redrawn).clamp(max=len(grid) - 1)]
+    assert len(redrawn) > 3000 and distance(redrawn, expected) < 1.63 / math.sqrt(len(redrawn))
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def draft() -> MARModel:
 
 @pytest.fixture(scope="module")
 def near(model: MARModel) -> MARModel:
-    """The model with a little noise: p and q overlap, though the last step's deviations are small."""
+    """The model with so little noise on its weights that its distributions overlap with the model's."""
     noisy = copy.deepcopy(model)
     torch.manual_seed(5)
     for parameter in noisy.module.parameters():
@@ -306,7 +306,7 @@ def test_a_draft_model_that_is_the_model_is_accepted(model: MARModel) -> None:
     assert plain.row_forwards.tolist() == [16, 16] and plain.forwarded_tokens.tolist() == [16 * 16] * 2
 
 
-def test_rejecting_everything_is_the_model_with_fewer_steps(model: MARModel, draft: MARModel) -> None:
+def test_rejecting_every_draft_equals_the_model_with_fewer_steps(model: MARModel, draft: MARModel) -> None:
     sampler = CSpD(draft, num_draft=3, head_steps="4,1", inner_temperature=1e-9, max_rounds=0)
     state = sampler.start(model, [3, 1], steps=8, guidance_scale=2.0, seed=4)
     order, draws, tokens = state.order, state.draws, torch.zeros(2, 16, 4, dtype=torch.float64)
@@ -323,14 +323,14 @@ def test_rejecting_everything_is_the_model_with_fewer_steps(model: MARModel, dra
             z = decoded.gather(1, positions.repeat(2, 1).unsqueeze(-1).expand(-1, -1, 16)).flatten(0, 1)
             scale = 1 + (2.0 - 1) * (16 - max(unknown[stop], 1)) / 16
             noise = draws.chain(positions, 5, 4).flatten(0, 1)
-            drawn = model.module.diffloss.distribution(z, noise, 1.0, scale, (4, 1)).mean
-        tokens.scatter_(1, positions.unsqueeze(-1).expand(-1, -1, 4), drawn.view(2, -1, 4))
+            values = model.module.diffloss.distribution(z, noise, 1.0, scale, (4, 1)).mean
+        tokens.scatter_(1, positions.unsqueeze(-1).expand(-1, -1, 4), values.view(2, -1, 4))
     decode(sampler, model, state)
     torch.testing.assert_close(state.tokens, tokens, atol=1e-10, rtol=1e-10)
     assert state.nfe.tolist() == [5, 5] and state.draft_nfe.tolist() == [6, 6]
 
 
-def test_the_published_rule_redraws_rows_together(model: MARModel, near: MARModel) -> None:
+def test_with_the_published_rule_rows_depend_on_their_batch(model: MARModel, near: MARModel) -> None:
     labels, seeds = [2, 4, 2], [5, 6, 7]
     published = CSpD(near, num_draft=4, head_steps="4,1", inner_temperature=0.5, mended=False)
     together = run(published, model, labels, seed=seeds)
@@ -340,7 +340,7 @@ def test_the_published_rule_redraws_rows_together(model: MARModel, near: MARMode
 
 @pytest.mark.parametrize("temperature", [0, 0.1])
 def test_low_temperatures(model: MARModel, near: MARModel, temperature: float) -> None:
-    """At temperature 0 the result equals rejection of every draft."""
+    """Tokens are finite. At temperature 0 they equal those of rejecting every draft."""
     sampler = CSpD(near, num_draft=3, head_steps="4,1", temperature=temperature)
     state = run(sampler, model)
     assert state.tokens.isfinite().all() and not (state.tokens == 0).all(-1).any()

@@ -1,4 +1,4 @@
-"""TaylorSeer: schedules and forecasts of the public codes; properties of bases and rules; cache-dit's step masks."""
+"""`Forecast` and `TaylorSeer`: recorded schedules and forecasts, bases, refresh rules, and cache-dit's step masks."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ LABELS = [1, 2, 7]
 
 
 def recorded_with(field: str) -> list[Path]:
-    """Recorded files whose case, or first case of a list, has this field."""
+    """Return the recorded files whose case (or first case) has this field."""
     paths = []
     for path in sorted(golden("diffusion").glob("*.json")):
         cases = read_json_unrecorded(path)
@@ -100,24 +100,24 @@ def test_states_and_forecasts(path: Path) -> None:
             continue
         expected = torch.tensor(record["factors"], dtype=dtype)
         assert len(expected) <= case["max_order"] + 1
-        if case["variant"] == "dit":  # the public code for DiT counts steps down: odd orders change their sign
+        if case["variant"] == "dit":  # the public code for DiT counts steps down, which negates odd derivatives
             expected[1::2] *= -1
         assert torch.equal(torch.cat(history.tensors), expected)
 
 
 def basis_of(case: dict) -> tuple[Basis, float]:
-    """The basis of a case, and the relative tolerance."""
+    """Return the basis of a case, and the relative tolerance."""
     kind, order = case["kind"], case.get("order")
     if kind == "diffusers_state":
         return Taylor(order), 0
     if kind == "cachedit_taylor":
-        return Taylor(order, last_warmup_step=1), 0  # takes differences after step 1 only
+        return Taylor(order, last_warmup_step=1), 0  # cache-dit computes differences only after step 1
     if kind == "hermite":
         return Hermite(order, sigma=case["sigma"]), 1e-12
     if kind == "foca":
         return FoCa(), 0
     assert kind == "dmd"
-    return DMD(order, window=case["history"]), 1e-8  # eigenvectors of a matrix that is nearly singular
+    return DMD(order, window=case["history"]), 1e-8  # the matrix of its eigenvectors is nearly singular
 
 
 @pytest.mark.parametrize("path", recorded_with("kind"), ids=lambda path: path.stem)
@@ -133,8 +133,8 @@ def test_variants(path: Path) -> None:
             assert torch.equal(torch.cat(history.tensors), torch.tensor(record["factors"], dtype=torch.float64))
 
 
-def worst_error(basis: Basis, degree: int, nodes: list[int], dtype: torch.dtype = torch.float64) -> float:
-    """Largest error of forecasts of a random polynomial after these evaluations."""
+def largest_error(basis: Basis, degree: int, nodes: list[int], dtype: torch.dtype = torch.float64) -> float:
+    """Return the largest error of forecasts of a random polynomial that is evaluated at the steps `nodes`."""
     coefficients = torch.randn(degree + 1, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def feature(step: int) -> Tensor:
@@ -152,19 +152,18 @@ def worst_error(basis: Basis, degree: int, nodes: list[int], dtype: torch.dtype 
 
 
 def test_polynomials_that_a_basis_forecasts_exactly() -> None:
-    even, odd = [0, 1, 2, 7, 12], [0, 1, 3, 4, 9]
-    for nodes in (even, odd):
-        assert worst_error(Taylor(1), 1, nodes) < 1e-12
-        assert worst_error(Newton(2), 2, nodes) < 1e-12 and worst_error(Newton(4), 4, nodes) < 1e-11
-        assert worst_error(Taylor(2), 2, nodes) > 1e-2 and worst_error(Newton(2), 3, nodes) > 1e-3
-        assert worst_error(Hermite(1, sigma=0.5**0.5), 1, nodes) < 1e-12
+    for nodes in ([0, 1, 2, 7, 12], [0, 1, 3, 4, 9]):
+        assert largest_error(Taylor(1), 1, nodes) < 1e-12
+        assert largest_error(Newton(2), 2, nodes) < 1e-12 and largest_error(Newton(4), 4, nodes) < 1e-11
+        assert largest_error(Taylor(2), 2, nodes) > 1e-2 and largest_error(Newton(2), 3, nodes) > 1e-3
+        assert largest_error(Hermite(1, sigma=0.5**0.5), 1, nodes) < 1e-12
         for basis in (Taylor(0), Newton(0), Reuse(5)):
-            assert worst_error(basis, 0, nodes) == 0
-    assert worst_error(DMD(1, window=6), 1, [0, 4, 8, 12, 16]) < 1e-6  # a line is a mode of DMD
+            assert largest_error(basis, 0, nodes) == 0
+    assert largest_error(DMD(1, window=6), 1, [0, 4, 8, 12, 16]) < 1e-6  # a line is a mode of DMD
 
 
-def test_foca_over_many_forecasts_in_a_row() -> None:
-    """FoCa equals its definition: forecasts feed later ones, and after the third the slope has less weight."""
+def test_several_consecutive_forecasts_of_foca() -> None:
+    """FoCa equals its definition: each forecast depends on the previous forecast; after three, the slope weighs less."""
     features = torch.randn(16, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     basis, history, longest = FoCa(), None, 0
     full = full_before = used = used_before = torch.zeros(2, 3, dtype=torch.float64)
@@ -187,7 +186,7 @@ def test_foca_over_many_forecasts_in_a_row() -> None:
     assert longest == 6
 
 
-def test_history_is_kept_in_the_derivative_dtype() -> None:
+def test_the_history_has_the_dtype_of_the_derivatives() -> None:
     for name, basis in BASES.items():
         history = None
         for step in (0, 1, 2, 3):
@@ -196,21 +195,21 @@ def test_history_is_kept_in_the_derivative_dtype() -> None:
         assert {tensor.dtype for tensor in history.tensors} == {torch.float32}, name
         assert len(history.tensors) <= basis(order=2).slots and history.count_bytes() == 32 * len(history.tensors)
         assert basis(order=2).forecast(history, 4).dtype == torch.bfloat16
-    # only derivatives in the narrow dtype are rounded
+    # derivatives in bfloat16 are rounded, derivatives in float64 are not
     narrow, wide = (
-        worst_error(Taylor(1, dtype), 1, [0, 3], torch.float32) for dtype in (torch.bfloat16, torch.float64)
+        largest_error(Taylor(1, dtype), 1, [0, 3], torch.float32) for dtype in (torch.bfloat16, torch.float64)
     )
     assert wide < 1e-5 < 1e-3 < narrow
 
 
-def test_a_feature_of_another_shape_starts_anew() -> None:
+def test_a_feature_with_a_new_shape_resets_the_history() -> None:
     basis = Taylor(2)
     history = basis.update(basis.update(None, torch.ones(2, 3), 0), torch.ones(2, 5), 1)
     assert len(history.tensors) == 1 and history.tensors[0].shape == (2, 5)
 
 
-def walk(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | None = None) -> list[int]:
-    """Evaluated steps of a run in which the input changes by `change`, and forecasts err by `error`, per step."""
+def evaluated_steps(sampler: TaylorSeer, total: int, change: float = 0.0, error: float | None = None) -> list[int]:
+    """Return the evaluated steps of a run whose input changes by `change` per step. error: the error of forecasts."""
     progress, full = RunProgress(total), []
     for index in range(total):
         progress.change += sampler.when.rescale(change) if isinstance(sampler.when, AccumulatedChange) else 0
@@ -234,13 +233,13 @@ CHANGED = AccumulatedChange(threshold=0.3)
         (replace(CHANGED, first_enhance=3), 10, 0.125, None, [0, 1, 2, 5, 8]),
         (AccumulatedChange(threshold=0.3, coefficients=(2.0, 0.0)), 8, 0.125, None, [0, 2, 4, 6]),
         (AccumulatedChange(threshold=9, max_forecasts=2), 8, 0.1, None, [0, 3, 6]),
-        (AccumulatedChange(threshold=0.25), 7, 0.125, None, [0, 2, 4, 6]),  # the threshold is enough
+        (AccumulatedChange(threshold=0.25), 7, 0.125, None, [0, 2, 4, 6]),  # a change equal to the threshold is enough
         (VERIFIED, 12, 0, 0.01, [0, 5, 10]),
         (VERIFIED, 12, 0, 0.6, [0, 3, 6, 9]),
-        # the allowed error falls along the run to a minimum of 0.1: 0.34 at step 2, 0.28 at step 3
+        # the allowed error decreases during the run: 0.34 at step 2, 0.28 at step 3
         (VERIFIED, 12, 0, 0.3, [0, 4, 7, 10]),
         (replace(VERIFIED, first_enhance=4), 12, 0, 0.09, [0, 2, 7]),
-        (AT_ONCE, 12, 0, 0.5, [0, 5, 10]),  # an error must exceed what is allowed
+        (AT_ONCE, 12, 0, 0.5, [0, 5, 10]),  # an error equal to the threshold is allowed
         (AT_ONCE, 6, 0, 0.5000001, [0, 2, 4]),
         (Verification(base_threshold=0.01, max_forecasts=4), 12, 0, 0.1, [0, 5, 10]),
     ],
@@ -248,19 +247,19 @@ CHANGED = AccumulatedChange(threshold=0.3)
 def test_rules_evaluate_the_expected_steps(
     rule: Rule, total: int, change: float, error: float | None, full: list[int]
 ) -> None:
-    assert walk(Forecast(when=rule), total, change, error) == full
+    assert evaluated_steps(Forecast(when=rule), total, change, error) == full
 
 
 def test_memory_limits_are_read_from_text() -> None:
-    words = {99: 99, "12": 12, "4kb": 4_000, "3 MB": 3_000_000, "2GB": 2_000_000_000, "7KiB": 7 * 1024}
-    words |= {"0.5MiB": 512 * 1024, "1gib": 1024**3, "1.5GB": 1_500_000_000}
-    assert {text: TaylorSeer(max_memory=text).max_memory for text in words} == words
+    expected_by_text = {99: 99, "12": 12, "4kb": 4_000, "3 MB": 3_000_000, "2GB": 2_000_000_000, "7KiB": 7 * 1024}
+    expected_by_text |= {"0.5MiB": 512 * 1024, "1gib": 1024**3, "1.5GB": 1_500_000_000}
+    assert {text: TaylorSeer(max_memory=text).max_memory for text in expected_by_text} == expected_by_text
     for text in ("-1GB", "2TB", "nanGB", "9" * 400):
         with pytest.raises(ValueError, match="max_memory='.* must be bytes, as a number or as text"):
             TaylorSeer(max_memory=text)
 
 
-def test_adaptive_schedule_is_the_best_of_all() -> None:
+def test_adaptive_schedule_finds_the_best_schedule() -> None:
     rng = np.random.default_rng(0)
     for total in range(1, 8):
         for updates in range(1, total + 1):
@@ -275,7 +274,7 @@ def test_adaptive_schedule_is_the_best_of_all() -> None:
                 steps = adaptive_schedule(scores, updates, maximise)
                 assert len(steps) == updates and steps[0] == 0 and steps == sorted(set(steps))
                 assert total_score(steps) == pytest.approx(best, abs=1e-12)
-    assert adaptive_schedule(np.ones((6, 6)), 3) == [0, 1, 2]  # of equals, the earliest
+    assert adaptive_schedule(np.ones((6, 6)), 3) == [0, 1, 2]  # of equal schedules, the earliest
     with pytest.raises(ValueError, match="updates=7"):
         adaptive_schedule(np.ones((6, 6)), 7)
 
@@ -306,7 +305,7 @@ def test_block_schedule_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "scheduler", [DDIMScheduler(), EulerDiscreteScheduler(), DPMSolverMultistepScheduler(), HeunDiscreteScheduler()]
 )
-def test_interval_one_is_the_plain_loop(scheduler: object, scale: float) -> None:
+def test_interval_one_equals_the_loop_without_forecasts(scheduler: object, scale: float) -> None:
     module, latent = tiny_dit(), noise(3)
     request = {"scheduler": scheduler, "num_inference_steps": 10, "guidance_scale": scale, "class_labels": LABELS}
     state = decode_latent(TaylorSeer(interval=1, order=2), DiffusionModel(module), latent, **request)
@@ -327,7 +326,7 @@ RISING = FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
         *((5, 4, 3, DDIMScheduler()), (2, 0, 1, DDIMScheduler()), (1, 1, 2, RISING), (3, 1, 2, RISING)),
     ],
 )
-def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int, scheduler: Any) -> None:
+def test_forecasts_equal_a_plain_loop(interval: int, order: int, first_enhance: int, scheduler: Any) -> None:
     module, latent = tiny_dit(torch.float64), noise(3, torch.float64)
     sampler = Forecast(when=Every(interval, first_enhance), order=order)
     request = {"class_labels": LABELS, "scheduler": scheduler}
@@ -343,7 +342,7 @@ def test_equals_a_naive_loop(interval: int, order: int, first_enhance: int, sche
 
 
 @pytest.mark.parametrize("basis", list(BASES))
-def test_every_basis_in_the_loop(basis: str) -> None:
+def test_decoding_with_every_basis_equals_a_plain_loop(basis: str) -> None:
     module, latent = tiny_dit(torch.float64), noise(2, torch.float64)
     sampler = Forecast(when=Every(3, 2), order=2, how=basis)
     state = decode_latent(sampler, DiffusionModel(module), latent, class_labels=[1, 2], num_inference_steps=20)
@@ -365,14 +364,14 @@ def test_stochastic_schedulers_draw_from_the_seed() -> None:
     model, sampler = DiffusionModel(tiny_dit()), TaylorSeer(interval=3)
     latent = noise(1).expand(2, -1, -1, -1)
     latents = [
-        decode_latent(sampler, model, latent, scheduler=DDPMScheduler(), class_labels=1, **draws).latent
-        for draws in ({"seed": 1}, {"seed": 2}, {"generator": torch.Generator().manual_seed(1)})
+        decode_latent(sampler, model, latent, scheduler=DDPMScheduler(), class_labels=1, **source).latent
+        for source in ({"seed": 1}, {"seed": 2}, {"generator": torch.Generator().manual_seed(1)})
     ]
     assert not torch.equal(latents[0][0], latents[0][1])  # copies of a row draw different noise
     assert not torch.equal(latents[0], latents[1]) and not torch.equal(latents[0], latents[2])
 
 
-def test_the_first_row_that_is_not_finite_is_named() -> None:
+def test_nan_outputs_raise_an_error_that_names_the_row() -> None:
     module = tiny_dit()
     module.transformer_blocks[0].norm1.emb.class_embedder.embedding_table.weight.data[LABELS[1]] = torch.nan
     with pytest.raises(FloatingPointError, match="row 1 at step 0"):
@@ -382,14 +381,14 @@ def test_the_first_row_that_is_not_finite_is_named() -> None:
 def test_equivalent_forms_make_the_same_sampler(tmp_path: Path) -> None:
     """Objects, texts, short forms and plain data make the same sampler; copies and pickles are equal."""
     (tmp_path / "rule.json").write_text(json.dumps(Every(3, 2).to_dict()))
-    for same in (
+    for forms in (
         [Every(3, 2), "every(interval=3, first_enhance=2)", {"when": "every", "interval": 3, "first_enhance": 2}],
         [Every(3, 2), tmp_path / "rule.json", str(tmp_path / "rule.json")],
         [StepSchedule((0, 4)), [0, 4], (0, 4), {"schema": "paradec-steps/1", "steps": [0, 4], "total": None}],
         [StepMask("slow"), "slow", "step_mask(mask='slow')"],
         [SeaCache(), "seacache", {"when": "seacache"}],
     ):
-        assert {Forecast(entry) for entry in same} == {Forecast(same[0])}
+        assert {Forecast(form) for form in forms} == {Forecast(forms[0])}
     assert TaylorSeer(interval=3).rule == Forecast("every(interval=3)").rule == Every(3)
     assert TaylorSeer(4, 2, first_enhance=3).rule == Every(4, 3) and TaylorSeer(4, 2).forecaster == Taylor(2)
     assert Forecast(how="newton", order=2).forecaster == Forecast(how=Newton(2)).forecaster
@@ -406,7 +405,7 @@ def test_equivalent_forms_make_the_same_sampler(tmp_path: Path) -> None:
             assert copied == sampler and copied.forecaster == sampler.forecaster and copied.rule == sampler.rule
 
 
-def test_presets_and_short_forms_have_their_rules() -> None:
+def test_presets_set_the_rule_and_wrong_short_forms_are_refused() -> None:
     sampler = paradec.samplers.create("taylorseer", preset="dit", order=2)
     assert (sampler.rule, sampler.forecaster) == (Every(4, 2), Taylor(2, last_warmup_step=0))
     with pytest.raises(ValueError, match=r"when=5.*Every\(5\)"):
@@ -429,7 +428,7 @@ def test_presets_and_short_forms_have_their_rules() -> None:
         ("encoder_hidden_states", noise(2)),
     ],
 )
-def test_wrong_requests_are_named(name: str, value: Any) -> None:
+def test_wrong_requests_are_refused_with_the_field(name: str, value: Any) -> None:
     request = {"latent": noise(2), "scheduler": DDIMScheduler(), "class_labels": [1, 2]} | {name: value}
     with pytest.raises((ValueError, TypeError), match=name):
         TaylorSeer().start(DiffusionModel(tiny_dit()), request.pop("latent"), **request)
@@ -453,12 +452,12 @@ def test_other_models_are_refused() -> None:
     refuses(lambda: DiffusionModel(tiny_dit().train()), "eval")
 
 
-FILES = [path for path in sorted(golden("diffusion").glob("*.json")) if "masks" in read_json_unrecorded(path)]
-"""Name and number of steps -> mask with 1 for each evaluated step."""
+MASK_FILES = [path for path in sorted(golden("diffusion").glob("*.json")) if "masks" in read_json_unrecorded(path)]
+"""Recorded files with masks[name][number of steps], a text of 0 and 1 (evaluated) for each step."""
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [(path, name) for path in FILES for name in read_json_unrecorded(path)["masks"]]
+    ("path", "name"), [(path, name) for path in MASK_FILES for name in read_json_unrecorded(path)["masks"]]
 )
 def test_equals_cache_dit(path: Path, name: str) -> None:
     masks = read_json(path)["masks"]
@@ -470,7 +469,7 @@ def test_equals_cache_dit(path: Path, name: str) -> None:
             assert step_mask(name, int(steps)) == tuple(i for i, flag in enumerate(flags) if flag == "1")
 
 
-def test_a_mask_is_a_schedule() -> None:
+def test_step_masks_are_schedules_ordered_by_speed() -> None:
     """Every mask includes the first and last step; masks with faster names have fewer steps."""
     for steps in (4, 6, *range(8, 120)):
         masks = {name: step_mask(name, steps) for name in MASKS}
@@ -481,7 +480,7 @@ def test_a_mask_is_a_schedule() -> None:
         assert counts == sorted(counts, reverse=True)
 
 
-def test_in_a_pipeline() -> None:
+def test_a_pipeline_follows_a_named_step_mask() -> None:
     pipe = flux_pipeline()
     with paradec.accelerate(pipe, paradec.Forecast(when="fast")) as session:
         for steps in (9, 16):

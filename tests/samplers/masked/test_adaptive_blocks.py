@@ -1,4 +1,4 @@
-"""Block policies that read logits: AdaBlock's rule against plain loops, and the interface of custom policies."""
+"""Block policies that read logits: AdaBlock's rule equals a plain loop; delimiters; custom policies."""
 
 import math
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from paradec.samplers.features.adaptive_blocks import Opening
 LINES = [[40, 11, 10, 18, 12, 19, 44, 13, 41], [48, 48, 40, 19, 44, 16, 10, 12, 19, 17, 41]]  # answered with newlines
 ROWS = [*LINES, [38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18]]
 NEWLINE, END = 45, 61
-MANY = tuple(range(0, 64, 3))  # a third of the vocabulary
+MANY_DELIMITERS = tuple(range(0, 64, 3))  # a third of the vocabulary
 
 
 def test_cut_equals_a_plain_loop() -> None:
@@ -55,7 +55,7 @@ def test_cut_equals_a_plain_loop() -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "cache"), [("adablock", "none"), ("low_confidence", "dual")])
-def test_blocks_are_where_the_model_predicts_a_delimiter(name: str, cache: str, llada64: Model, dream64: Model) -> None:
+def test_blocks_end_where_the_model_predicts_a_delimiter(name: str, cache: str, llada64: Model, dream64: Model) -> None:
     sizes = set()
     for model in (llada64, dream64):
         facts = model.facts
@@ -94,7 +94,7 @@ def test_without_a_delimiter_blocks_are_fixed(name: str, cache: str, llada64: Mo
         assert fixed.row_nfe == adaptive.row_nfe and fixed.forwarded_tokens == adaptive.forwarded_tokens
 
 
-def test_the_sampler_brings_its_blocks(llada64: Model) -> None:
+def test_adablock_sets_the_block_policy_unless_the_request_does(llada64: Model) -> None:
     settings = {"delimiters": (NEWLINE, END), "init_block_length": 16, "delimiter_threshold": 0.2}
     sampler_with_blocks = samplers.create("adablock", **settings)
     arguments = {"max_new_tokens": 24, "trace": True}
@@ -102,15 +102,15 @@ def test_the_sampler_brings_its_blocks(llada64: Model) -> None:
     def run(sampler: object, **more: object) -> list:
         return paradec.generate(llada64, ROWS, sampler=sampler, **arguments, **more).trace.steps
 
-    default, of_eight = run(sampler_with_blocks), run(sampler_with_blocks, block_length=8)
+    default, with_length_8 = run(sampler_with_blocks), run(sampler_with_blocks, block_length=8)
     assert default == run("threshold", blocks=sampler_with_blocks.blocks(None))
-    assert of_eight == run("threshold", blocks=sampler_with_blocks.blocks(8)) != default
-    assert run(sampler_with_blocks, blocks=FixedBlocks(8)) == run("threshold", block_length=8) != of_eight
+    assert with_length_8 == run("threshold", blocks=sampler_with_blocks.blocks(8)) != default
+    assert run(sampler_with_blocks, blocks=FixedBlocks(8)) == run("threshold", block_length=8) != with_length_8
 
 
 @dataclass
-class Named:
-    """A model with the attributes that a policy reads."""
+class ModelStub:
+    """The attributes of a model that a policy reads."""
 
     facts: paradec.core.facts.ModelFacts
     tokenizer: object
@@ -119,7 +119,7 @@ class Named:
 def test_delimiters_are_looked_up_in_the_tokenizer() -> None:
     words = ["?", "a", "\n", ";\n", "\n\n", "b\n", "\nc", ".", "<m\n>", "x\n"]
     facts = paradec.core.facts.ModelFacts(vocab_size=9, mask_token_id=8, name="words")
-    model = Named(facts, tokenizer_of(words))
+    model = ModelStub(facts, tokenizer_of(words))
     assert AdaptiveBlocks().for_model(model).delimiters == (2,)
     assert AdaptiveBlocks(delimiters=["\n", ".", np.int64(1)]).for_model(model).delimiters == (1, 2, 7)
     # the tenth token is outside of the model's vocabulary
@@ -131,17 +131,17 @@ def test_delimiters_are_looked_up_in_the_tokenizer() -> None:
         AdaptiveBlocks(delimiters=(9,)).for_model(model)
 
 
-def test_a_model_without_tokenizer_keeps_fixed_blocks(llada64: Model) -> None:
+def test_without_a_tokenizer_adablock_uses_fixed_blocks_with_a_warning(llada64: Model) -> None:
     with pytest.warns(UserWarning, match="llada-tiny has no tokenizer; blocks have the fixed length 8: give token ids"):
         out = paradec.generate(llada64, ROWS, sampler="adablock", block_length=8, max_new_tokens=24)
     assert torch.equal(out.sequences, paradec.generate(llada64, ROWS, block_length=8, max_new_tokens=24).sequences)
 
 
-def test_blocks_stay_within_those_of_a_block_causal_model(llada64: Model) -> None:
+def test_adaptive_blocks_do_not_cross_the_blocks_of_a_block_causal_model(llada64: Model) -> None:
     facts = {"mask_token_id": llada64.facts.mask_token_id, "eos_token_id": END, "prediction": "same"}
     module = paradec.load(GOLDEN / "llada-tiny").unwrap()
     model = paradec.wrap(module, topology="block_causal", block_length=8, **facts)
-    sampler = samplers.create("adablock", delimiters=MANY, window=1.0, delimiter_threshold=0.1)
+    sampler = samplers.create("adablock", delimiters=MANY_DELIMITERS, window=1.0, delimiter_threshold=0.1)
     state = sampler.start(model, ROWS, max_new_tokens=24, eos_early_stop=False)
     lengths = set()
     with torch.inference_mode():
@@ -154,11 +154,11 @@ def test_blocks_stay_within_those_of_a_block_causal_model(llada64: Model) -> Non
     assert len(lengths) > 1
 
 
-class FirstDoubt:
-    """A user's policy: the block ends before the first candidate with a confidence below a half."""
+class ConfidentPrefix:
+    """A custom policy: the block ends before the first candidate with a confidence below a half."""
 
     reads_logits = True
-    off = 0
+    extra_length = 0
 
     def open(self, start: np.ndarray, prompt_length: np.ndarray, length: np.ndarray) -> np.ndarray:
         return length
@@ -167,16 +167,22 @@ class FirstDoubt:
         return None
 
     def cut(self, opening: Opening) -> Tensor:
-        sure = (opening.confidence >= 0.5) & opening.available
-        return sure.int().cumprod(1).sum(1).clamp(min=1) + self.off
+        is_confident = (opening.confidence >= 0.5) & opening.available
+        return is_confident.int().cumprod(1).sum(1).clamp(min=1) + self.extra_length
 
 
 def test_a_custom_policy(llada64: Model) -> None:
-    everything = samplers.create("threshold", threshold=0.0)
+    commits_all = samplers.create("threshold", threshold=0.0)
     out = paradec.generate(
-        llada64, ROWS, sampler=everything, blocks=FirstDoubt(), max_new_tokens=24, eos_early_stop=False, trace=True
+        llada64,
+        ROWS,
+        sampler=commits_all,
+        blocks=ConfidentPrefix(),
+        max_new_tokens=24,
+        eos_early_stop=False,
+        trace=True,
     )
-    # every step is one block: a run of positions from the left
+    # every step commits one block, which begins where the block before it ends
     ends = [len(row) for row in ROWS]
     for step in out.trace.steps:
         for row, position, *_ in step.commits:
@@ -186,7 +192,7 @@ def test_a_custom_policy(llada64: Model) -> None:
 
 
 def test_an_error_names_a_wrong_policy(llada64: Model) -> None:
-    policy = FirstDoubt()
-    policy.off = 24
-    with pytest.raises(RuntimeError, match="blocks=.*FirstDoubt.*: cut returned more positions than it read"):
+    policy = ConfidentPrefix()
+    policy.extra_length = 24
+    with pytest.raises(RuntimeError, match="blocks=.*ConfidentPrefix.*: cut returned more positions than it read"):
         paradec.generate(llada64, [LINES[0]], blocks=policy, max_new_tokens=24)

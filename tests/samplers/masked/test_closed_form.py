@@ -1,4 +1,4 @@
-"""Masked samplers on a model with exact conditional distributions, against closed-form probabilities."""
+"""Masked samplers on a model with exact conditional distributions: answers are right as often as formulas predict."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ TOKENS = range(6)
 HOLE = 6
 FIRST_TASK = 7  # a prompt is one token, the id of its task
 
-LIST = (0, 1, 2, 3, 4)  # the tokens of a list; 5 is the new one
+LIST = (0, 1, 2, 3, 4)  # the tokens of a list; 5 is a new token
 
 
 def tasks() -> dict[str, list[tuple[int, ...]]]:
@@ -64,30 +64,33 @@ class Denoiser:
             known = known.masked_fill(~visible[:, :, 1 : N + 1], HOLE)
         slot = query.positions.gather(1, query.wanted) - 1
         for index, answers in enumerate(TASKS.values()):
-            of_task = query.tokens[:, 0] == FIRST_TASK + index
-            support = torch.tensor(answers)  # [S, N]
-            agree = ((known[of_task].unsqueeze(2) == support) | (known[of_task].unsqueeze(2) == HOLE)).all(-1)
-            agree |= ~agree.any(-1, keepdim=True)
-            token_ids = support.T[slot[of_task]]  # [R, W, S]
-            counts = torch.zeros_like(logits[of_task]).scatter_add(2, token_ids, agree.double())
-            logits[of_task] = (counts / counts.sum(-1, keepdim=True)).log()
+            is_of_task = query.tokens[:, 0] == FIRST_TASK + index
+            support = torch.tensor(answers)  # [answers, N]
+            known_of_task = known[is_of_task].unsqueeze(2)
+            agrees = ((known_of_task == support) | (known_of_task == HOLE)).all(-1)
+            agrees |= ~agrees.any(-1, keepdim=True)
+            token_ids = support.T[slot[is_of_task]]  # [rows, positions, answers]
+            counts = torch.zeros_like(logits[is_of_task]).scatter_add(2, token_ids, agrees.double())
+            logits[is_of_task] = (counts / counts.sum(-1, keepdim=True)).log()
         return logits
 
 
 def probability_of_one_step(answers: Sequence[tuple[int, ...]]) -> float:
-    """The probability of a right answer if every position is drawn independently from its marginal."""
+    """Return the probability of a right answer if every position is drawn independently from its marginal."""
     marginal = [{token: sum(a[i] == token for a in answers) / len(answers) for token in TOKENS} for i in range(N)]
     return math.fsum(math.prod(marginal[i][token_id] for i, token_id in enumerate(answer)) for answer in answers)
 
 
 def is_right(task: str, answers: Tensor) -> Tensor:
-    """Which answers [R, N] are right, [R] bool. "permutation" may draw the unchanged list; it counts as wrong."""
+    """Return which answers [rows, N] are right, [rows] bool. For "permutation" the unchanged list counts as wrong."""
     support = torch.tensor(TASKS["shuffle" if task == "permutation" else task])
     return (answers.unsqueeze(1) == support).all(-1).any(1)
 
 
 def assert_probability(hits: int, trials: int, p: float, comparisons: int = 1) -> None:
-    """Assert `hits` of `trials` by the Chernoff bound: with q = hits / trials, P(KL(q, p) >= x) <= 2 exp(-trials x)."""
+    """Assert that `hits` of `trials` fit the probability p, by the Chernoff bound.
+
+    With q = hits / trials, P(KL(q, p) >= x) <= 2 exp(-trials x)."""
     if p in (0.0, 1.0):
         assert hits == p * trials
         return
@@ -110,16 +113,16 @@ ONE_STEP: dict[str, dict] = {
 """Settings with which a block takes one step, for samplers without the field `steps`."""
 TILTS = {"credit", "union"}
 """Samplers whose defaults change the logits: answers are right, but not equally likely."""
-FROM_THIS_STEP = {"ccd": {"history": 1}, "lopa": {"branches": 0}}
-"""Settings with which tokens depend only on this step's logits. The defaults also use earlier steps, whose logits
-ignore later decisions."""
+MEMORYLESS = {"ccd": {"history": 1}, "lopa": {"branches": 0}}
+"""Settings with which tokens depend only on the current step's logits. With their defaults, these samplers also use
+logits of earlier steps, which do not know later decisions."""
 MASKED = [name for name in samplers.names() if samplers.get(name).family == "masked"]
 MASKED = [name for name in MASKED if "temperature" not in samplers.get(name).unsupported]
 
 
 @pytest.fixture(scope="module")
 def filter_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Random weights for learn2pd; with filter_threshold=0 they have no effect."""
+    """A filter for learn2pd with random weights, which have no effect with filter_threshold=0."""
     path: Path = tmp_path_factory.mktemp("filter") / "filter.safetensors"
     torch.manual_seed(0)
     facts = FilterFacts("block", Denoiser.facts.name, Denoiser.facts.vocab_size, N, ("none",), threshold=0.96)
@@ -139,7 +142,7 @@ def answers_of(out: paradec.Output, task: str) -> Tensor:
     return out.new_tokens[index * COPIES : (index + 1) * COPIES]
 
 
-def test_the_distributions_have_the_closed_forms() -> None:
+def test_the_probabilities_of_one_step_have_closed_forms() -> None:
     assert probability_of_one_step(TASKS["copy"]) == 1
     assert probability_of_one_step(TASKS["replace_random"]) == pytest.approx((1 - 1 / N) ** (N - 1), rel=1e-14)
     shuffled = probability_of_one_step(TASKS["permutation"]) * len(TASKS["shuffle"]) / len(TASKS["permutation"])
@@ -151,7 +154,7 @@ def test_the_distributions_have_the_closed_forms() -> None:
 def test_one_step_is_right_as_often_as_the_marginals_predict(name: str, filter_file: str) -> None:
     steps = 1 if samplers.create(name).uses_steps else None
     if steps is None:
-        assert name in ONE_STEP, f"say in ONE_STEP at which settings {name!r} commits a block in one step"
+        assert name in ONE_STEP, f"ONE_STEP has no settings with which {name!r} commits a block in one step"
     out = decode(name, ONE_STEP.get(name, {}), filter_file, N, steps=steps)
     assert set(out.row_nfe) == {1}
     for task, answers in TASKS.items():
@@ -163,7 +166,7 @@ def test_one_step_is_right_as_often_as_the_marginals_predict(name: str, filter_f
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
-def test_blocks_of_one_are_always_right(name: str, filter_file: str) -> None:
+def test_with_blocks_of_one_token_answers_are_always_right(name: str, filter_file: str) -> None:
     out = decode(name, {}, filter_file, 1)
     comparisons = sum(map(len, TASKS.values()))
     for task, answers in TASKS.items():
@@ -179,14 +182,14 @@ def test_blocks_of_one_are_always_right(name: str, filter_file: str) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", MASKED)
-def test_rows_that_commit_one_token_a_step_are_right(name: str, filter_file: str) -> None:
+def test_rows_that_commit_one_token_per_step_are_right(name: str, filter_file: str) -> None:
     max_commits = torch.zeros(len(PROMPTS), dtype=torch.int64)
 
     def callback(state: Any, commit: Any) -> None:
         rows = torch.as_tensor(commit.rows)
         max_commits[rows] = torch.maximum(max_commits[rows], commit.selected.sum(1))
 
-    out = decode(name, FROM_THIS_STEP.get(name, {}), filter_file, N, callback=callback)
+    out = decode(name, MEMORYLESS.get(name, {}), filter_file, N, callback=callback)
     for index, task in enumerate(TASKS):
         if task == "permutation":
             continue

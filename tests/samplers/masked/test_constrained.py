@@ -1,4 +1,4 @@
-"""Constraints on masked models: recorded runs, exact distributions by enumeration, and every sampler's answers."""
+"""Constraints on masked models: recorded runs, distributions by enumeration, and answers of every sampler."""
 
 import copy
 import itertools
@@ -42,18 +42,22 @@ from paradec.samplers.masked.loop import MaskedSampler, View
 
 
 def uniform_for(automaton: TokenAutomaton, nu: dict[tuple[int, ...], float], text: tuple[int, ...]) -> np.ndarray:
-    """Uniform numbers [n] that draw a text from left to right: the middle of each token's interval."""
+    """Return uniform numbers, one per token, with which a text is drawn: the middle of each token's interval.
+
+    nu: probabilities of the texts that the automaton accepts."""
     numbers, remaining = [], nu
-    for at, token in enumerate(text):
+    for slot, token in enumerate(text):
         total = math.fsum(remaining.values())
-        below = math.fsum(mass for tokens, mass in remaining.items() if tokens[at] < token)
-        remaining = {tokens: mass for tokens, mass in remaining.items() if tokens[at] == token}
+        below = math.fsum(mass for tokens, mass in remaining.items() if tokens[slot] < token)
+        remaining = {tokens: mass for tokens, mass in remaining.items() if tokens[slot] == token}
         numbers.append((below + math.fsum(remaining.values()) / 2) / total)
     return np.array(numbers)
 
 
-class Recorded(MaskedConstraint):
-    """A constraint feature that draws with `uniforms[step][slot]` and logs each step."""
+class RecordingConstraint(MaskedConstraint):
+    """A constraint feature that draws with `uniforms[step][slot]` and logs each step.
+
+    forced: whether tokens without alternatives are written, and logged, before each step."""
 
     uniforms: Any = None
     forced = False
@@ -104,7 +108,7 @@ class Recorded(MaskedConstraint):
 
 
 class Never:
-    """A stopping rule that never stops, but widens the window to the end of the row."""
+    """A stopping rule that never stops, but makes every step read the logits up to the end of the row."""
 
     reads = ("confidence",)
 
@@ -157,11 +161,11 @@ def assert_case_fits_its_canvas(case: dict[str, Any]) -> None:
 def assert_same_steps(case: dict[str, Any], steps: list[dict[str, Any]]) -> None:
     expected, end = case["expected"]["steps"], case["end"]
     prompt_tokens = [token for token in case["canvas"] if token is not None]
-    if end in prompt_tokens:  # it does not end our row; later steps fill the remaining positions
+    if end in prompt_tokens:  # in paradec it does not end the row, so later steps fill the remaining positions
         later = [pair for step in steps[len(expected) :] for pair in step.get("commit", step.get("forced"))]
         assert all(token == end for _, token in later)
         steps = steps[: len(expected)]
-    # if the canvas has tokens, we exclude forbidden tokens before the softmax
+    # if the canvas has tokens, paradec excludes forbidden tokens before the softmax, which changes z
     compared = {"z", "scores"} if case.get("ends", True) or not prompt_tokens or "holes" in case else {"scores"}
     for ours, theirs in zip(steps, expected, strict=True):
         assert all(ours[key] == theirs[key] for key in ("commit", "forced") if key in theirs)
@@ -177,9 +181,9 @@ PATH_RUNS = [name for name in case_names("run", "draws", "holes") if SETTINGS[na
 def test_recorded_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     fields = {"uniforms": case.get("uniforms"), "forced": case["settings"].get("forced", False)}
-    monkeypatch.setattr(constraints, "MaskedConstraint", type("Own", (Recorded,), fields))
+    monkeypatch.setattr(constraints, "MaskedConstraint", type("Own", (RecordingConstraint,), fields))
     if case["canvas"][0] is not None and "holes" not in case:
-        raise Refused("here blocks begin at the first mask, in the case before it")
+        raise Refused("paradec's blocks begin at the first mask; the case's first block begins before it")
     sampler, model, state = start_case(case)
     while not state.done:
         sampler.commit(state, sampler.step(model, state))
@@ -196,7 +200,9 @@ MARGINAL_RUNS = [name for name in case_names("run", "draws", "holes") if name no
 @pytest.mark.parametrize("name", MARGINAL_RUNS)
 @replays("name")
 def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> None:
-    """Replay with our marginals and automaton. The reference checks candidates one by one; paradec does not."""
+    """Replay with a plain loop over paradec's marginals and automaton, because paradec has no such decoding.
+
+    The reference takes the best token of each marginal and checks the candidates one by one."""
     case, expected = CASES[name], CASES[name]["expected"]
     settings, canvas, end = case["settings"], [*case["canvas"]], case["end"]
     rule, size, forces = settings["rule"], len(case["vocab"]), settings.get("forced")
@@ -270,8 +276,8 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
     assert_case_fits_its_canvas(case)
 
 
-class Ordered(MaskedSampler):
-    """Commit one position per step: `where(canvas)`."""
+class OrderedSampler(MaskedSampler):
+    """Commit one position per step, which `where(canvas)` returns."""
 
     name = "ordered by a test"
     where: ClassVar[Any] = None
@@ -286,11 +292,10 @@ class Ordered(MaskedSampler):
 def all_runs(
     case: dict[str, Any], sampler: Any, monkeypatch: pytest.MonkeyPatch, forced: bool = False
 ) -> dict[tuple[int, ...], list[float]]:
-    """By text that a request can return: its probability, and the sum of probability times weight.
+    """Return text -> [probability, sum of probability times weight], for all texts that a request can return.
 
-    Each step is run once for every text that it can draw, with the uniform numbers that draw this text.
-    """
-    tracker = type("Own", (Recorded,), {"forced": forced})
+    Each step is run once for every text that it can draw, with the uniform numbers that draw this text."""
+    tracker = type("Own", (RecordingConstraint,), {"forced": forced})
     monkeypatch.setattr(constraints, "MaskedConstraint", tracker)
     automaton, probabilities = automaton_of(case), dict[tuple[int, ...], list[float]]()
     texts = {*texts_behind_a_marker(case)} if "after" in case["constraint"] else None
@@ -336,8 +341,8 @@ def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: 
         "right": lambda canvas: max(at for at, token in enumerate(canvas) if token is None),
         "surest": lambda canvas: surest(case, canvas),
     }
-    monkeypatch.setattr(Ordered, "where", orders[case["settings"]["order"]])
-    probabilities = all_runs(case | {"settings": case["settings"] | {"rule": {}}}, Ordered(), monkeypatch)
+    monkeypatch.setattr(OrderedSampler, "where", orders[case["settings"]["order"]])
+    probabilities = all_runs(case | {"settings": case["settings"] | {"rule": {}}}, OrderedSampler(), monkeypatch)
     stepwise = {tuple(text): mass for text, mass in expected["stepwise"]}
     assert {text: mass for text, (mass, _) in probabilities.items()} == pytest.approx(stepwise, rel=1e-9)
     inside = math.fsum(weighted for _, weighted in probabilities.values())
@@ -354,7 +359,7 @@ def test_one_token_a_step_has_the_recorded_distribution(name: str, monkeypatch: 
 
 
 def case_of(vocab: str, slots: int, pattern: str, bias: Any = None, **settings: Any) -> dict[str, Any]:
-    """A case whose slots are independent of each other."""
+    """Return a case whose slots are independent of each other."""
     size = len(vocab) + 1
     return {
         "vocab": [*vocab, "<end>"], "end": size - 1, "ends": True, "slots": slots, "canvas": [None] * slots,
@@ -366,25 +371,27 @@ def case_of(vocab: str, slots: int, pattern: str, bias: Any = None, **settings: 
 @pytest.mark.thinned
 @pytest.mark.parametrize("pattern", ["[ab]c?[ab]|cab", "(ab|ba|cc)[abc]", "[abc]{2,3}"])
 @pytest.mark.parametrize("place", [0, -1])
-def test_weights_count_what_a_step_forces(pattern: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_include_tokens_without_alternatives(pattern: str, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With independent slots, probability times weight is the model's probability of a text, in any order."""
-    monkeypatch.setattr(Ordered, "where", lambda canvas: sorted(at for at in range(3) if canvas[at] is None)[place])
+    monkeypatch.setattr(
+        OrderedSampler, "where", lambda canvas: sorted(at for at in range(3) if canvas[at] is None)[place]
+    )
     draw, slots = torch.Generator().manual_seed(len(pattern)), 3
     bias = torch.randn(3, 4, generator=draw).tolist()
     case = case_of("abc", slots, pattern, bias, rule={}, temperature=1.0)
     expected = dict.fromkeys(itertools.product(range(4), repeat=slots), 0.0)
     automaton = automaton_of(case)
-    fits = [text for text in expected if accepts(automaton, text)]
+    allowed = [text for text in expected if accepts(automaton, text)]
     p = softmax(torch.tensor(bias, dtype=torch.float64))
-    probabilities = all_runs(case, Ordered(), monkeypatch, forced=True)
-    assert probabilities.keys() == {*fits}
+    probabilities = all_runs(case, OrderedSampler(), monkeypatch, forced=True)
+    assert probabilities.keys() == {*allowed}
     for text, (_, weighted) in probabilities.items():
         assert weighted == pytest.approx(math.prod(p[at][token] for at, token in enumerate(text)), rel=1e-9), text
 
 
 @pytest.mark.parametrize("block", [1, 2, 3])
 @pytest.mark.parametrize("pattern", ["abc", "a[ab]", "a[ab]c|cab"])
-def test_weights_count_a_template(pattern: str, block: int) -> None:
+def test_weights_of_a_uniform_model_are_shares_of_continuations(pattern: str, block: int) -> None:
     """For a uniform model the weight is the product over blocks of the share of allowed continuations."""
     slots = 3
     case = case_of("abcd", slots, pattern)
@@ -415,21 +422,23 @@ def case_behind_a_marker(after: str, budget: int | None, slots: int, temperature
 @pytest.mark.thinned
 @pytest.mark.parametrize(("after", "budget", "slots"), BEHIND_MARKERS)
 @pytest.mark.parametrize(("temperature", "place"), [(0.7, 0), (1.0, -1)])
-def test_free_text_a_marker_and_an_answer_have_the_models_distribution(
+def test_reasoning_and_answers_have_the_models_distribution(
     after: str, budget: int | None, slots: int, temperature: float, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With independent slots, probability times weight is the model's probability of each enumerated text."""
-    monkeypatch.setattr(Ordered, "where", lambda canvas: [at for at in range(slots) if canvas[at] is None][place])
+    monkeypatch.setattr(
+        OrderedSampler, "where", lambda canvas: [at for at in range(slots) if canvas[at] is None][place]
+    )
     case = case_behind_a_marker(after, budget, slots, temperature)
     p = softmax(model_of(case).module.of([None] * slots) / temperature)
-    probabilities, texts = all_runs(case, Ordered(), monkeypatch), texts_behind_a_marker(case)
+    probabilities, texts = all_runs(case, OrderedSampler(), monkeypatch), texts_behind_a_marker(case)
     assert probabilities.keys() == {*texts} and len(texts) > 2
     for text, (_, weighted) in probabilities.items():
         assert weighted == pytest.approx(math.prod(p[at][token] for at, token in enumerate(text)), rel=1e-9), text
 
 
 @pytest.mark.parametrize(("after", "budget", "slots"), BEHIND_MARKERS)
-def test_the_likeliest_free_text_marker_and_answer(after: str, budget: int | None, slots: int) -> None:
+def test_the_most_likely_reasoning_and_answer_is_found(after: str, budget: int | None, slots: int) -> None:
     case = case_behind_a_marker(after, budget, slots, 0.0)
     model, value = model_of(case), parse_constraint("constraint", case["constraint"])
     p = softmax(model.module.of([None] * slots))
@@ -449,7 +458,7 @@ NAMED_REFUSALS = {
     **dict.fromkeys(("maskgit", "halton"), "draws every token a second time"),
     "recap": "chooses the positions of several steps ahead",
 }
-"""Sampler -> part of the reason. Those that draw a second time are supported at temperature 0."""
+"""Sampler -> part of the error. "maskgit" and "halton" are refused only above temperature 0."""
 POLICIES: dict[str, dict[str, Any]] = {
     "4": {"block_length": 4},
     "whole": {"blocks": "whole"},
@@ -461,7 +470,7 @@ WORKING = ("none", "prefix", "dual", "block", "delayed", "dkv_decode", "dkv_pref
 
 
 def product() -> list[Any]:
-    """All combinations; without `-m full` a tenth, which covers every sampler, kind and policy."""
+    """Return all combinations as parameters; a tenth, with every sampler, kind and policy, is not marked `full`."""
     cases = []
     for number, name in enumerate(MASKED):
         for at, (kind, policy) in enumerate(itertools.product(KINDS, POLICIES)):
@@ -486,7 +495,7 @@ def test_answers_satisfy_the_constraint_or_the_request_is_refused(
     name: str, kind: str, policy: str, request: pytest.FixtureRequest
 ) -> None:
     model = request.getfixturevalue(topology_of(name))
-    value, fits = KINDS[kind]
+    value, is_allowed = KINDS[kind]
     for turn, temperature in enumerate((0.0, 0.8)):
         cache = WORKING[(len(name) + len(kind) + turn) % len(WORKING)]
         for cache_name in dict.fromkeys((cache, "none")):
@@ -496,7 +505,7 @@ def test_answers_satisfy_the_constraint_or_the_request_is_refused(
                 out = paradec.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), sampler=name, **fields)
             except ValueError as error:
                 if "constraint=" not in str(error):
-                    continue  # unsupported without a constraint, too
+                    continue  # also unsupported without a constraint
                 reason = NAMED_REFUSALS.get(name, "nothing")
                 is_refused_when_drawing = reason.startswith("draws") and not temperature
                 reasons = [REFUSED_POLICIES.get(policy, "nothing"), "nothing" if is_refused_when_drawing else reason]
@@ -504,11 +513,11 @@ def test_answers_satisfy_the_constraint_or_the_request_is_refused(
                 continue
             assert name not in NAMED_REFUSALS or "draws" in NAMED_REFUSALS[name] and not temperature
             assert policy not in REFUSED_POLICIES
-            assert all(fits(text) for text in out.text), out.text
+            assert all(is_allowed(text) for text in out.text), out.text
             assert (out.log_weight is None) == (temperature == 0)
 
 
-def test_tables_of_states_and_slots_are_bounded(bidirectional: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_states_times_tokens_are_limited(bidirectional: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     request: dict[str, Any] = {"constraint": paradec.Regex("[ab]{100}|[0-9]*"), "max_new_tokens": 128}
     monkeypatch.setattr(spans, "MAX_TABLE_BYTES", 2**15)
     assert paradec.generate(bidirectional, [[1, 2]], block_length=8, **request).text
@@ -547,14 +556,14 @@ def test_random_patterns_and_requests(bidirectional: Model, data: st.DataObject)
     assert all(re.fullmatch(pattern, text, re.ASCII) for text in out.text), (pattern, request, out.text)
 
 
-def test_several_tokens_a_step_are_drawn_jointly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_tokens_of_a_step_are_drawn_jointly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Independent draws of {ab, ba} in one step would give aa or bb half of the time."""
     case = case_of("ab", 2, "ab|ba", rule={"name": "low_confidence", "steps": 1}, temperature=1.0)
     probabilities = all_runs(case, None, monkeypatch)
     assert {text: mass for text, (mass, _) in probabilities.items()} == pytest.approx({(0, 1): 0.5, (1, 0): 0.5})
 
 
-def test_a_template_is_written_without_a_forward(bidirectional: Model) -> None:
+def test_tokens_without_alternatives_are_written_without_a_forward(bidirectional: Model) -> None:
     pattern = r'\{"a": [0-9]\}'
     free = paradec.generate(bidirectional, [[1, 2]], max_new_tokens=8, sampler="low_confidence", eos_early_stop=False)
     request = {"max_new_tokens": 8, "sampler": "low_confidence", "constraint": paradec.Regex(pattern)}

@@ -267,8 +267,8 @@ def test_guidance_formula(llada64: Model) -> None:
 
 
 def test_suppressed_tokens_are_never_proposed(model: Model) -> None:
-    free = paradec.generate(model, [1, 2, 3], max_new_tokens=NEW, eos_early_stop=False)
-    banned = sorted(set(free.new_tokens[0].tolist()))
+    unrestricted = paradec.generate(model, [1, 2, 3], max_new_tokens=NEW, eos_early_stop=False)
+    banned = sorted(set(unrestricted.new_tokens[0].tolist()))
     out = paradec.generate(model, [1, 2, 3], max_new_tokens=NEW, suppress_tokens=banned, temperature=1.0, seed=0)
     assert not set(out.new_tokens[0, : out.tokens[0]].tolist()) & set(banned)
 
@@ -296,10 +296,10 @@ def test_confidence_eos_eot_inf_commits_ends_last(model: Model, temperature: flo
 
 
 @pytest.mark.parametrize("threshold", [None, 0.3])
-def test_ends_come_last_by_hand(threshold: float | None) -> None:
-    """Commits are confident positions with other tokens; end tokens only if no such position exists."""
+def test_confidence_eos_eot_inf_equals_a_plain_loop(threshold: float | None) -> None:
+    """A step commits end tokens only if no undecided position predicts another token."""
     ends = tuple(range(14))  # a third of the tokens
-    model, delayed = tiny(1, ends=ends), 0
+    model, num_delayed = tiny(1, ends=ends), 0
     name, settings = ("low_confidence", {}) if threshold is None else ("threshold", {"threshold": threshold})
     for prompt in ([1, 2, 3], [20, 30], [7] * 5):
         canvas, expected = prompt + [MASK] * 12, []
@@ -312,7 +312,7 @@ def test_ends_come_last_by_hand(threshold: float | None) -> None:
                 chosen = sorted(others or masks, key=lambda i: (-float(p[i]), i))[:1]
                 if threshold is not None:
                     chosen += [i for i in others if p[i] >= threshold and i not in chosen]
-                delayed += max(masks, key=lambda i: float(p[i])) not in chosen
+                num_delayed += max(masks, key=lambda i: float(p[i])) not in chosen
                 expected.append({(i, int(tokens[i])) for i in chosen})
                 for i in chosen:
                     canvas[i] = int(tokens[i])
@@ -320,10 +320,10 @@ def test_ends_come_last_by_hand(threshold: float | None) -> None:
         sampler = samplers.create(name, **settings)
         out = paradec.generate(model, prompt, sampler=sampler, confidence_eos_eot_inf=True, **request)
         assert [{(i, token) for _, i, token, _ in step.commits} for step in out.trace.steps] == expected
-    assert delayed  # the most confident position did predict an end
+    assert num_delayed  # in some steps the most confident position predicts an end token
 
 
-def test_eos_early_stop_is_per_row_and_counts_no_padding(llada64: Model) -> None:
+def test_eos_early_stop_ends_each_row_and_counts_no_padding(llada64: Model) -> None:
     rows = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [1, 2]]
     stopped = paradec.generate(llada64, rows, max_new_tokens=32, block_length=8)
     unstopped = paradec.generate(llada64, rows, max_new_tokens=32, block_length=8, eos_early_stop=False)
@@ -342,7 +342,7 @@ def test_eos_early_stop_is_per_row_and_counts_no_padding(llada64: Model) -> None
     assert stopped.tokens_per_forward == sum(stopped.tokens) / sum(stopped.row_nfe)
 
 
-def test_left_and_right_padding_and_lists_are_the_same(model: Model) -> None:
+def test_left_padded_right_padded_and_listed_prompts_are_equivalent(model: Model) -> None:
     rows = [[1, 2, 3, 4, 5], [6, 7]]
     left = torch.tensor([[1, 2, 3, 4, 5], [9, 9, 9, 6, 7]])
     right = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 9, 9, 9]])
@@ -355,7 +355,7 @@ def test_left_and_right_padding_and_lists_are_the_same(model: Model) -> None:
     assert as_left.attention_mask.tolist() == [[1] * (5 + NEW), [0] * 3 + [1] * (2 + NEW)]
 
 
-def test_callback_ends_the_decoding_and_nothing_is_lost(llada64: Model) -> None:
+def test_a_callback_can_stop_decoding_and_keeps_committed_tokens(llada64: Model) -> None:
     progress = []
 
     def callback(state: MaskedState, commit: object) -> bool:
@@ -367,7 +367,7 @@ def test_callback_ends_the_decoding_and_nothing_is_lost(llada64: Model) -> None:
     assert (out.new_tokens == llada64.facts.mask_token_id).sum() == NEW - 3
 
 
-def test_interrupt_keeps_what_was_decoded(llada64: Model) -> None:
+def test_an_interrupt_keeps_committed_tokens(llada64: Model) -> None:
     def callback(state: MaskedState, commit: object) -> None:
         if state.progress[0] == 4:
             raise KeyboardInterrupt

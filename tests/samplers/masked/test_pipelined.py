@@ -1,4 +1,4 @@
-"""Several open blocks, against plain loops and `FixedBlocks`; caches, streams, traces and the command line."""
+"""Several open blocks: equality with plain loops and `FixedBlocks`; caches, streams, traces, the command line."""
 
 import json
 import random
@@ -58,7 +58,7 @@ def test_pipelined_blocks_that_open_when_full_equal_fixed_blocks(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
+def test_open_blocks_equal_those_of_a_plain_loop(seed: int) -> None:
     draw = random.Random(seed)
     model = tiny(1, seed=seed)
     length, align, add = draw.choice((2, 3, 4)), draw.choice(("prompt", "absolute")), draw.choice((0, 0.3, 0.5, 1))
@@ -69,7 +69,7 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
     state = sampler.start(model, rows, max_new_tokens=9, blocks=policy, eos_early_stop=False)
     initial_canvas = state.canvas.clone()
     last: dict[int, int] = {}
-    several = False
+    has_several = False
     with torch.inference_mode():
         while not state.done:
             proposal = sampler.step(model, state)
@@ -92,7 +92,7 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
                 start = next(b for b in cells if masks[b])
                 assert state.block_start[row] == cells[start][0]
                 assert state.block_end[row] == cells[opened][-1] + 1
-                several |= opened > start and bool(added)
+                has_several |= opened > start and bool(added)
                 leading = {start}
                 if policy.forced == "active":
                     share = {b: 1 - len(masks[b]) / total[b] if total[b] else 1.0 for b in cells}
@@ -100,7 +100,7 @@ def test_blocks_are_those_of_a_plain_loop(seed: int) -> None:
                 leading_positions = {int(p) for p in state.window.positions[at][view.leading[at] >= 0]}
                 assert leading_positions == {p for b in leading for p in cells[b]}
             sampler.commit(state, proposal)
-    assert several == (policy.add < 1)
+    assert has_several == (policy.add < 1)
 
 
 def test_nothing_opens_after_an_end() -> None:
@@ -122,8 +122,8 @@ def test_nothing_opens_after_an_end() -> None:
     assert num_ended > 5 and state.stopped.all()
 
 
-class Flat(nn.Module):
-    """A model with the same logits at every position (slope 0), or with confidence that grows with the position."""
+class SlopeModule(nn.Module):
+    """A module whose confidence grows with the position, or is equal at all positions if `slope` is 0."""
 
     def __init__(self, slope: float):
         super().__init__()
@@ -136,27 +136,27 @@ class Flat(nn.Module):
         return logits
 
 
-def test_ties_and_the_order_of_blocks() -> None:
+def test_the_first_block_commits_first_and_ties_go_to_the_first_position() -> None:
     for slope, order in ((0.0, [1, 2, 3, 4, 5, 6, 7, 8]), (0.01, [4, 3, 2, 1, 8, 7, 6, 5])):
-        flat = paradec.wrap(Flat(slope), mask_token_id=MASK, prediction="same", topology="bidirectional")
-        out = decode(flat, [[3]], sampler="threshold", blocks=PipelinedBlocks(4, add=0.25), max_new_tokens=8)
+        model = paradec.wrap(SlopeModule(slope), mask_token_id=MASK, prediction="same", topology="bidirectional")
+        out = decode(model, [[3]], sampler="threshold", blocks=PipelinedBlocks(4, add=0.25), max_new_tokens=8)
         assert [position for step in out.trace.steps for _, position, *_ in step.commits] == order
 
 
-class Slow(nn.Module):
-    """A model whose distributions become stable and confident as more of the row is decided."""
+class StabilizingModule(nn.Module):
+    """A module whose distributions become stable and confident as more of the row is decided."""
 
     def __init__(self, seed: int):
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB)
-        drawn = torch.Generator().manual_seed(seed)
-        self.calm = torch.randn(64, VOCAB, generator=drawn, dtype=torch.float64)
-        self.shaken = torch.randn(64, 64, VOCAB, generator=drawn, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        self.stable = torch.randn(64, VOCAB, generator=generator, dtype=torch.float64)
+        self.noise = torch.randn(64, 64, VOCAB, generator=generator, dtype=torch.float64)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         size = input_ids.shape[1]
         decided = (input_ids != MASK).sum(1)
-        return self.calm[:size] * (decided / 4)[:, None, None] + self.shaken[decided, :size] * 0.3
+        return self.stable[:size] * (decided / 4)[:, None, None] + self.noise[decided, :size] * 0.3
 
 
 @pytest.mark.thinned
@@ -170,24 +170,24 @@ class Slow(nn.Module):
     ],
     ids=lambda rule: f"{rule.name}-{getattr(rule, 'history', getattr(rule, 'persist', 0))}",
 )
-def test_rules_with_memory_are_a_plain_loop(rule: Any) -> None:
-    ahead = 0
+def test_rules_with_memory_equal_a_plain_loop(rule: Any) -> None:
+    num_parallel = 0
     for seed in range(4):
-        module = Slow(seed)
-        slow = paradec.wrap(module, mask_token_id=MASK, prediction="same", topology="bidirectional")
+        module = StabilizingModule(seed)
+        model = paradec.wrap(module, mask_token_id=MASK, prediction="same", topology="bidirectional")
         for policy in (PipelinedBlocks(4, add=0.25), PipelinedBlocks(3, add=0.6)):
-            out = decode(slow, ROWS, sampler=rule, blocks=policy)
+            out = decode(model, ROWS, sampler=rule, blocks=policy)
             for row, prompt in enumerate(ROWS):
                 expected = remembering_loop(rule, module, prompt, policy)
                 ours = [sorted(e[1:3] for e in step.commits if e[0] == row) for step in out.trace.steps]
                 assert [entries for entries in ours if entries] == expected
-                ahead += sum(len(entries) > 1 for entries in expected)
-    assert ahead > 10
+                num_parallel += sum(len(entries) > 1 for entries in expected)
+    assert num_parallel > 10
 
 
 @dataclass(frozen=True)
-class Scripted(MaskedSampler):
-    """Commit position i in step `when[i]`, or as soon as its block is open after that."""
+class ScheduledSampler(MaskedSampler):
+    """Commit position i in step `when[i]`, or in the first later step in which its block is open."""
 
     when: tuple[int, ...] = ()
 
@@ -200,9 +200,12 @@ class Scripted(MaskedSampler):
         return torch.tensor(self.when)[view.positions] <= view.quota[:, None]
 
 
-def evaluated(model: Model, rows: list[list[int]], new: int, when: Any, size: int, cache: DelayedCache) -> list[tuple]:
+def counts_and_commits(
+    model: Model, rows: list[list[int]], new: int, when: Any, size: int, cache: DelayedCache
+) -> list[tuple]:
+    """Return for each row the number of evaluated positions and the committed positions of each step."""
     blocks = PipelinedBlocks(size, add=0)
-    out = decode(model, rows, sampler=Scripted(tuple(when)), blocks=blocks, cache=cache, max_new_tokens=new)
+    out = decode(model, rows, sampler=ScheduledSampler(tuple(when)), blocks=blocks, cache=cache, max_new_tokens=new)
     counts = []
     for row in range(len(rows)):
         steps = [step for step in out.trace.steps if step.forwarded[row]]
@@ -212,9 +215,9 @@ def evaluated(model: Model, rows: list[list[int]], new: int, when: Any, size: in
 
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
-def test_which_blocks_wait_depends_on_the_model(prediction: str) -> None:
-    """As in d3LLM's code, blocks wait one after another for LLaDA, and at the same time for Dream."""
-    draw, differ = random.Random(0), 0
+def test_the_default_order_in_which_blocks_wait_depends_on_the_prediction(prediction: str) -> None:
+    """As in d3LLM's code, full blocks wait one after another for LLaDA, and at the same time for Dream."""
+    draw, num_different = random.Random(0), 0
     model = tiny(1, prediction=prediction)
     default, reverse = ("first", "all") if prediction == "same" else ("all", "first")
     for _ in range(12):
@@ -224,7 +227,7 @@ def test_which_blocks_wait_depends_on_the_model(prediction: str) -> None:
         delay, interval = draw.choice((1, 2, 3)), draw.choice((3, 5, 10000))
         for waiting in (None, default, reverse):
             cache = DelayedCache(delay, interval, waiting=waiting)
-            for row, (ours, filled) in zip(rows, evaluated(model, rows, new, when, size, cache), strict=True):
+            for row, (ours, filled) in zip(rows, counts_and_commits(model, rows, new, when, size, cache), strict=True):
                 prompt, length = len(row), len(row) + new
                 expected = delayed_positions(prompt, length, size, cache, waiting or default, filled)
                 if prediction == "shifted":
@@ -233,8 +236,8 @@ def test_which_blocks_wait_depends_on_the_model(prediction: str) -> None:
                     expected = [max(n, length - at + 1) for n, at in zip(expected, starts, strict=True)]
                 assert ours == expected
                 both = [delayed_positions(prompt, length, size, cache, w, filled) for w in (default, reverse)]
-                differ += both[0] != both[1]
-    assert differ > 10
+                num_different += both[0] != both[1]
+    assert num_different > 10
 
 
 def test_caches_that_are_exact_on_block_causal_models() -> None:
@@ -254,11 +257,11 @@ def test_streamed_ids_are_in_order_and_final(model: Model) -> None:
     streamer = SimpleNamespace(put=lambda ids: streamed_ids.extend(ids.flatten().tolist()), end=lambda: None)
     out = decode(model, [[1, 2, 3]], blocks=PipelinedBlocks(3, add=0.3), streamer=streamer)
     assert streamed_ids == out.sequences[0].tolist()
-    written = [position for step in out.trace.steps for _, position, *_ in step.commits]
-    assert written != sorted(written)
+    committed = [position for step in out.trace.steps for _, position, *_ in step.commits]
+    assert committed != sorted(committed)
 
 
-def test_rows_of_generate_many_are_those_of_generate(model: Model) -> None:
+def test_rows_of_generate_many_equal_those_of_generate(model: Model) -> None:
     request = {"blocks": PipelinedBlocks(3, add=0.3), "max_new_tokens": 10, "seed": 4, "sampler": "credit"}
     rows = [[i + 1, *[2] * (i % 3)] for i in range(7)]
     for cache in ("none", "delayed"):
@@ -268,7 +271,7 @@ def test_rows_of_generate_many_are_those_of_generate(model: Model) -> None:
         assert [out.nfe for out in outputs] == together.row_nfe
 
 
-def test_traces_say_where_open_blocks_begin(model: Model, tmp_path: Any) -> None:
+def test_traces_have_the_starts_of_open_blocks(model: Model, tmp_path: Any) -> None:
     for align in ("prompt", "absolute"):
         out = decode(model, sampler="threshold", blocks=PipelinedBlocks(4, align=align, add=0.25))
         max_starts = 0
@@ -292,14 +295,14 @@ def test_traces_say_where_open_blocks_begin(model: Model, tmp_path: Any) -> None
     assert all("o" not in step for step in run_data(fixed.trace, "run")["steps"])
 
 
-def test_requests_are_saved_and_read(tmp_path: Any) -> None:
+def test_requests_with_pipelined_blocks_can_be_saved(tmp_path: Any) -> None:
     request = paradec.Request(blocks=PipelinedBlocks(8, add=0.5, full=0.9, forced="active"))
     request.save(tmp_path / "request.preset")
     assert paradec.Request.load(tmp_path / "request.preset") == request
     assert paradec.Request(**paradec.Request.from_dict(json.loads(json.dumps(request.to_dict())))) == request
 
 
-def test_the_command_line() -> None:
+def test_pipelined_blocks_on_the_command_line() -> None:
     arguments = ["generate", "Sort: pear fig apple", "--blocks", "pipelined", "--block-length", "4", "--json"]
     for more in ([], ["--block-add", "0.5", "--block-full", "0.9"]):
         result = CliRunner().invoke(cli.app, arguments + more)

@@ -21,7 +21,7 @@ from paradec.models.adapter import Model
 
 ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22, 1, 6, 8, 4]]
 ROLLOUT: dict[str, Any] = {"max_new_tokens": 10, "rollout": True}
-DRAWN = ROLLOUT | {"temperature": 0.7, "seed": 3}
+SAMPLED_ROLLOUT = ROLLOUT | {"temperature": 0.7, "seed": 3}
 REVISING = ["wino", "saber", "editing"]
 
 
@@ -63,18 +63,18 @@ def test_rollouts_contain_every_write(name: str, topology: str, model: Model, bl
             assert is_outside or rollout.tokens[row, position] == token
     assert (rollout.settings["sampler"], rollout.settings["temperature"]) == (name, 1.0)
     if samplers.create(name).needs.revises:
-        written = []
-        for row, (at, step) in itertools.product(range(len(ROWS)), enumerate(output.trace.steps)):
-            row_step = sum(step.forwarded[row] > 0 for step in output.trace.steps[:at])
-            written += [[row, row_step, *entry] for entry in sorted(c[1:3] for c in step.commits if c[0] == row)]
-        assert rollout.writes.tolist() == written and rollout.writes_logp.shape == (len(written),)
+        writes = []
+        for row, (index, step) in itertools.product(range(len(ROWS)), enumerate(output.trace.steps)):
+            row_step = sum(step.forwarded[row] > 0 for step in output.trace.steps[:index])
+            writes += [[row, row_step, *entry] for entry in sorted(c[1:3] for c in step.commits if c[0] == row)]
+        assert rollout.writes.tolist() == writes and rollout.writes_logp.shape == (len(writes),)
         assert (rollout.writes_logp.isnan() >= (rollout.writes[:, 3] == MASK)).all()
         assert torch.equal(rollout.writes_logp_drawn.isnan(), rollout.writes_logp.isnan())
     else:
         assert rollout.writes is None and torch.equal(rollout.logp.isnan(), ~rollout.decided)
 
 
-def test_rollouts_keep_tokens_after_an_end() -> None:
+def test_rollouts_contain_tokens_after_an_end_token() -> None:
     ending = tiny(2, ends=tuple(range(0, MASK, 3)))
     output = paradec.generate(ending, ROWS, logprobs=2, sampler="threshold(threshold=0.01)", trace=True, **ROLLOUT)
     rollout, row = output.rollout, output.finished.index(True)
@@ -91,9 +91,9 @@ def test_rollouts_keep_tokens_after_an_end() -> None:
 
 
 @pytest.mark.parametrize("name", ["threshold", "saber"])
-def test_rows_of_generate_many_are_those_of_generate(name: str, model: Model) -> None:
-    together = paradec.generate(model, ROWS * 2, sampler=name, **DRAWN).rollout
-    many = paradec.generate_many(model, ROWS * 2, batch_size=2, sampler=name, **DRAWN)
+def test_rollouts_of_generate_many_equal_those_of_generate(name: str, model: Model) -> None:
+    together = paradec.generate(model, ROWS * 2, sampler=name, **SAMPLED_ROLLOUT).rollout
+    many = paradec.generate_many(model, ROWS * 2, batch_size=2, sampler=name, **SAMPLED_ROLLOUT)
     outputs = sorted(many, key=lambda output: output.index)
     for row, output in enumerate(outputs):
         assert_same(output.rollout, together.row(row))
@@ -107,7 +107,7 @@ def test_rows_of_generate_many_are_those_of_generate(name: str, model: Model) ->
 
 
 def test_rollouts_have_the_settings_of_each_prompt(model: Model) -> None:
-    with Batch(model, batch_size=3, **DRAWN) as batch:
+    with Batch(model, batch_size=3, **SAMPLED_ROLLOUT) as batch:
         tickets = [batch.add(row, seed=seed, suppress_tokens=[seed]) for seed, row in enumerate(ROWS)]
         while not all(ticket.done for ticket in tickets):
             batch.step()
@@ -118,8 +118,8 @@ def test_rollouts_have_the_settings_of_each_prompt(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ["threshold", "saber"])
-def test_files_copies_and_data(name: str, model: Model, tmp_path: Path) -> None:
-    rollout = paradec.generate(model, ROWS, sampler=name, **DRAWN).rollout
+def test_rollouts_can_be_saved_copied_and_converted(name: str, model: Model, tmp_path: Path) -> None:
+    rollout = paradec.generate(model, ROWS, sampler=name, **SAMPLED_ROLLOUT).rollout
     rollout.save(tmp_path / "rollout.safetensors")
     loaded, unpickled = Rollout.load(tmp_path / "rollout.safetensors"), pickle.loads(pickle.dumps(rollout))
     for equal in (loaded, copy.deepcopy(rollout), unpickled, rollout.to("cpu")):
@@ -156,7 +156,7 @@ CONSTRAINTS = {**{kind: value for kind, (value, _) in KINDS.items()}, "template"
 @pytest.mark.parametrize("name", ["threshold", "random", "origin"])
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 def test_rollouts_contain_tokens_written_without_a_forward(name: str, topology: str) -> None:
-    model, forced = tiny_with_texts(topology), False
+    model, has_later_forced = tiny_with_texts(topology), False
     fields: dict[str, Any] = {"sampler": name, "max_new_tokens": 10, "temperature": 1.0, "seed": 3, "rollout": True}
     fields |= {"block_length": 3} if topology == "bidirectional" else {"cache": "block"}
     more = [{"temperature": 0.0}, {"temperature": 0.0, "guidance_scale": 1.5}, {}]
@@ -168,10 +168,10 @@ def test_rollouts_contain_tokens_written_without_a_forward(name: str, topology: 
         for row, rollout in enumerate(rollouts):
             assert_same(rollout, together.row(row))
         assert together.exact and torch.equal(together.logp.isnan(), ~together.decided)
-        forced |= bool((together.step_map < -3).any())
+        has_later_forced |= bool((together.step_map < -3).any())
         for one_forward in (None, False):
             assert_replayed(model, together, one_forward=one_forward)
-    assert forced  # in a later block, too
+    assert has_later_forced  # tokens without a forward occur also after the first block
     if topology == "block_causal":
         with torch.no_grad():
             paradec.replay(model, together, one_forward=True)
@@ -195,7 +195,7 @@ APPROXIMATE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", APPROXIMATE)
-def test_approximations_are_named(name: str, model: Model) -> None:
+def test_rollouts_state_their_approximation(name: str, model: Model) -> None:
     rows = [[3, 5, 7, 9], [3, 5, 7, 1]]
     rollout = paradec.generate(model, rows, sampler="low_confidence", **ROLLOUT, **APPROXIMATE[name]).rollout
     assert rollout.approximation is not None and rollout.approximation.startswith(name) and not rollout.exact
@@ -203,7 +203,7 @@ def test_approximations_are_named(name: str, model: Model) -> None:
     assert paradec.generate(model, rows, **ROLLOUT).rollout.exact
 
 
-def test_holes_are_recorded(model: Model) -> None:
+def test_rollouts_of_infill_contain_the_filled_masks(model: Model) -> None:
     rollout = paradec.infill(model, [[3, MASK, 4, MASK]], rollout=True, holes_eos_inf=False).rollout
     assert (rollout.step_map[0] >= 0).tolist() == [False, True, False, True]
 

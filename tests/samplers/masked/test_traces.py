@@ -1,19 +1,21 @@
-"""Traces of the public codes of LLaDA, Dream, Fast-dLLM, dInfer and AdaBlock without a cache, replayed in float64.
+"""Recorded runs of LLaDA, Dream, Fast-dLLM, dInfer and AdaBlock without a cache, replayed in float64.
 
 Final tokens, the number of forwards, and each forward's evaluated positions and commits equal the reference's.
-`rng="reference"` keeps the mask's probability in the softmax, as the public codes do. Differences:
-- Dream's `origin` runs all its steps even when nothing is masked: the test checks that the remaining steps are empty.
-- In a batch the reference moves all rows to the next block together; ours move independently. Each row's calls have
-  the same order. The reference's number of forwards follows from the slowest row of each block.
-- The reference's `factor` also commits the last masked position if it alone fails the rule. Replayed with
-  `reference_last_rank=True`; `test_factor_quirk` checks our default.
-- dInfer runs several forwards between two checks of the canvas: `unrolled` inserts these idle calls into ours. It stops
-  after a block with an end token, and with `early_stop` fills the rest: only decided tokens are compared. Our run with
-  early stop ends no later. dInfer also commits positions within 1e-5 of the best, which changes nothing on these
-  traces. Credit is replayed with both storage formats.
+`rng="reference"` includes the mask token in the softmax, as the references do. The references differ from paradec in
+these points:
+- Dream's `origin` runs all its steps even if no mask is left. The test checks that the remaining steps are empty.
+- In a batch the reference opens the next block of all rows case_rows; in paradec rows are independent. The order of a
+  row's calls is equal, and the reference's number of forwards follows from the slowest row of each block.
+- The reference's `factor` also commits the last mask of a block if no other mask fails the rule. It is replayed with
+  `reference_last_rank=True`; `test_factor_quirk` checks paradec's default.
+- dInfer runs several forwards between two checks of the canvas. `insert_dinfer_calls` inserts these idle calls.
+- dInfer stops after a block with an end token, and with `early_stop` fills the remaining positions. Only decided tokens
+  are compared, and paradec with early stop takes at most as many forwards.
+- dInfer also commits positions within 1e-5 of the best, which makes no difference on these traces.
+Credit is replayed with both storage formats.
 
-By default two cases of a few traces are replayed, which cover every setting. `-m full` replays all cases, and also in
-float32, where final tokens and the number of forwards are compared.
+By default two cases of each of a few traces are replayed; the traces cover every setting. `-m full` replays all cases,
+also in float32, where only final tokens and the number of forwards are compared.
 """
 
 import functools
@@ -53,7 +55,7 @@ METHODS = ("llada", "dream", "fastdllm", "fastdllm-jun25", "fastdllm-dream")
 NAMES = [name for name in trace_names(*METHODS) if cache_of(trace_head(name)) == "none"]
 REPLAYED_ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
 REPLAYED_ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
-"""Methods that other test files replay."""
+"""Methods that are replayed in other test files."""
 
 
 @functools.cache
@@ -72,7 +74,7 @@ def test_no_method_without_a_replay() -> None:
     for name in trace_names(*models_of_methods().keys() - {*METHODS} - REPLAYED_ELSEWHERE):
         for case, _ in select_cases(trace_head(name) | {"file": name}, None):
             assert not is_packaged("traces"), case
-            refuse(case, "of a kind that paradec does not have (docs/fidelity.md)")
+            refuse(case, "paradec does not have the method (docs/fidelity.md)")
 
 
 @pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
@@ -83,10 +85,10 @@ def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> No
     sampler, arguments = request_of(trace)
     rows = decode(model_of(trace, precision), trace, sampler, alone=not exact, numbers=numbers, **arguments)
     if settings.get("alg") == "origin":
-        for together in group_by_case(rows):
-            with replay_rows(together):
-                assert not any(call.commits for row in together for call in row.theirs[len(row.ours) :])
-            for row in together:
+        for case_rows in group_by_case(rows):
+            with replay_rows(case_rows):
+                assert not any(call.commits for row in case_rows for call in row.theirs[len(row.ours) :])
+            for row in case_rows:
                 row.theirs = row.theirs[: len(row.ours)]
     if trace["batch_size"] > 1 and settings.get("threshold") is not None:
         assert_batches_move_together(rows, settings["block_length"], exact)
@@ -95,8 +97,8 @@ def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> No
 
 
 def test_factor_quirk() -> None:
-    """If only the last masked position fails the rule, the published code commits it; our default does not."""
-    differing = 0
+    """If only the last masked position fails the rule, the public code commits it; paradec's default does not."""
+    num_different = 0
     for name in NAMES:
         trace = load_trace(name)
         factor = trace["settings"].get("factor")
@@ -109,7 +111,7 @@ def test_factor_quirk() -> None:
             if pair is None:
                 assert len(row.ours) == len(row.theirs)
                 continue
-            differing += 1
+            num_different += 1
             ours, theirs = (call.commits for call in pair)
             (last,) = theirs - ours
             decided = set().union(*(call.commits for call in row.theirs[: row.theirs.index(pair[1]) + 1]))
@@ -117,14 +119,15 @@ def test_factor_quirk() -> None:
             block = (last[0] - row.prompt) // length
             assert ours < theirs, row.where
             assert sum((at - row.prompt) // length == block for at, _ in decided) == length, row.where
-    assert differing
+    assert num_different
 
 
 @pytest.mark.parametrize("name", sorted(set().union(*models_of_methods().values())))
 @pytest.mark.parametrize("part", ["full", "half"])
 def test_logits(name: str, part: str) -> None:
-    """Logits equal the reference's within 1e-5 of the largest one. (dream-tiny amplifies float32 rounding: the
-    reference differs by 2e-4 from its float64 value.)"""
+    """Logits equal the reference's, up to 1e-5 times the largest logit.
+
+    (dream-tiny amplifies float32 rounding: the reference's float32 logits differ by 2e-4 from its float64 logits.)"""
     model, file = load_model(checkpoint(name), "float32"), checkpoint(name) / "logits_check.safetensors"
     if not file.exists():
         pytest.skip("no logits were recorded")
@@ -143,7 +146,7 @@ CREDIT = {"credit_alpha": "fusion", "boost_gamma": "exponent", "decay_beta": "de
 
 
 def is_credit(name: str) -> bool:
-    return trace_head(name)["setting"].startswith("credit")  # with default settings only the name says so
+    return trace_head(name)["setting"].startswith("credit")  # default settings are not in the trace
 
 
 def sampler_of(trace: dict, storage: str) -> Sampler:
@@ -154,8 +157,8 @@ def sampler_of(trace: dict, storage: str) -> Sampler:
     return samplers.create("hierarchy" if "low_threshold" in decoder else "threshold", **decoder)
 
 
-def unrolled(rows: list[Row], settings: dict, end: int) -> list[list[Call]]:
-    """Our calls with dInfer's idle calls inserted, for the rows of one case, up to the block where dInfer stops."""
+def insert_dinfer_calls(rows: list[Row], settings: dict, end: int) -> list[list[Call]]:
+    """Return paradec's calls for the rows of a case with dInfer's idle calls, up to the block where dInfer stops."""
     length, evaluated = settings["block_length"], len(rows[0].final)
     filled = [False] * len(rows)
     calls: list[list[Call]] = [[] for _ in rows]
@@ -189,7 +192,7 @@ def test_dinfer(name: str, storage: str, precision: str, numbers: tuple[int, ...
     arguments = {"block_length": settings["block_length"], "alone": precision == "float32", "numbers": numbers}
     for rows in group_by_case(decode(model, trace, sampler, **arguments)):
         with replay_rows(rows):
-            for row, calls in zip(rows, unrolled(rows, settings, trace["eos_id"]), strict=True):
+            for row, calls in zip(rows, insert_dinfer_calls(rows, settings, trace["eos_id"]), strict=True):
                 assert_calls(calls, row.theirs, row.where)
                 decided = [at for at, token in enumerate(row.final) if token != trace["mask_id"]]
                 assert [row.tokens[at] for at in decided] == [row.final[at] for at in decided]

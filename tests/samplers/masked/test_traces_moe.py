@@ -1,15 +1,18 @@
-"""Traces of published decoding loops on mixtures of experts, replayed in float64: LLaDA2.0, LLaDA2.1, a batched sampler
-for LLaDA2.0, LLaDA on LLaDA-MoE, SDAR on SDAR-MoE, and the pipeline of diffusers with the loaded model.
+"""Recorded runs of public decoding loops on mixtures of experts, replayed in float64.
 
-Each call writes the same tokens as the reference's; `rng="reference"` keeps the mask's probability. Differences:
-- LLaDA2.0 stops after a block with an end token, 2.1 decodes all blocks. Ours runs without a stop, is compared up to
-  the reference's stop, and cut. `test_ends` checks that early stop gives the same answers. With an end token in the
-  prompt, LLaDA2.0's early stop returns nothing.
-- A threshold above 1 leaves only the quota: ours is `low_confidence`. With an editing threshold above 1 nothing is
-  edited, and the reference's empty calls are ignored.
-- With a temperature, the reference's draws replace ours. Rows of a batch move independently here.
-- In a padded batch the pipeline's mask hides positions beyond the answer from themselves: compared up to that block.
-- SDAR's static and sequential rules overwrite decided tokens if fewer masks remain than they fill; ours does not.
+They are LLaDA2.0, LLaDA2.1, a batched sampler for LLaDA2.0, LLaDA on LLaDA-MoE, SDAR on SDAR-MoE, and the pipeline of
+diffusers. Calls commit the same tokens as the reference's; `rng="reference"` includes the mask token in the softmax.
+The references differ from paradec in these points:
+- LLaDA2.0 stops after a block with an end token, and 2.1 decodes all blocks. paradec runs without early stop and is
+  compared up to the reference's stop. `test_ends` checks that early stop gives the same answers. With an end token in
+  the prompt, LLaDA2.0's early stop returns an empty answer.
+- A threshold above 1 leaves only the quota, which is `low_confidence` in paradec. An editing threshold above 1 edits
+  nothing, and the reference's empty calls are ignored.
+- With a temperature, the reference's sampled tokens replace paradec's.
+- In a batch, paradec's rows are independent; the reference's rows open their next block together.
+- In a padded batch the pipeline masks attention from positions after the answer to themselves. Only the blocks before
+  them are compared.
+- SDAR's static and sequential rules overwrite decided tokens if fewer masks remain than they fill; paradec does not.
 """
 
 import contextlib
@@ -39,7 +42,8 @@ def names(method: str) -> list[str]:
 
 
 def covering_cases(file_names: list[str], among: str = "") -> list[Any]:
-    """One case of a few files that cover every setting; all others are marked `full`. among: part of the names."""
+    """Return (file, slice of its cases) as parameters. A first case of a few files, which cover every setting, runs by
+    default; the rest is marked `full`. among: part of the names of these few files."""
     first = select_covering_traces([name for name in file_names if among in name], together=1, load=head_of)
     others = [(name, slice(1, None)) if name in first else (name, slice(None)) for name in file_names]
     return [(name, slice(1)) for name in first] + [pytest.param(*entry, marks=pytest.mark.full) for entry in others]
@@ -66,20 +70,20 @@ def replay_case(trace: dict[str, Any], name: str, case: dict[str, Any]) -> Itera
 
 
 def cut(answer: list[int], end: int) -> list[int]:
-    """The answer up to and including the first end token, as the references return it."""
+    """Return the answer up to and including the first end token, as the references do."""
     return answer[: answer.index(end) + 1] if end in answer else answer
 
 
 Calls = list[tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]]
-"""For each call of one row: (position, token) pairs written over masks, and over other tokens."""
+"""For each call of one row: the (position, token) pairs that replace masks, and those that replace other tokens."""
 
 
 def their_calls(case: dict[str, Any], row: int = 0) -> Calls:
     calls = []
     for step in case["steps"]:
         edited = {(at, new) for other_row, at, _, new in step.get("edit", []) if other_row == row}
-        written = {(at, token) for other_row, at, token in step["commit"] if other_row == row}
-        calls.append((frozenset(written - edited), frozenset(edited)))
+        committed = {(at, token) for other_row, at, token in step["commit"] if other_row == row}
+        calls.append((frozenset(committed - edited), frozenset(edited)))
     return calls
 
 
@@ -89,10 +93,8 @@ def run(
 ) -> Iterator[tuple[Calls, list[int]]]:  # fmt: skip
     """Decode; yield each row's calls and final canvas.
 
-    max_calls: maximal number of calls, or None.
     draws: for each call the reference's tokens and probabilities at the last positions of the open block, which replace
-        ours.
-    """
+        paradec's."""
     state = sampler.start(model, prompts, max_new_tokens=new, eos_early_stop=False, rng="reference", seed=0, **request)
     calls: list[Calls] = [[] for _ in prompts]
     turn = 0
@@ -116,10 +118,10 @@ def run(
 def replace_draws(proposal: Any, tokens: list[int], probabilities: list[float], end: int) -> None:
     """Replace a proposal's tokens and probabilities at the last positions before `end`."""
     for token, probability, at in zip(tokens, probabilities, range(end - len(tokens), end), strict=True):
-        here = proposal.positions[0] == at
-        proposal.values[0, here] = token
+        is_position = proposal.positions[0] == at
+        proposal.values[0, is_position] = token
         for quantity in (proposal.scores, *proposal.quantities.values()):
-            quantity[0, here] = probability
+            quantity[0, is_position] = probability
 
 
 def draws_of(case: dict[str, Any]) -> Any:
@@ -130,14 +132,14 @@ def draws_of(case: dict[str, Any]) -> Any:
 
 
 def assert_same_calls(ours: Calls, theirs: Calls, where: str) -> None:
-    """Assert that calls are equal; the reference's may stop earlier."""
+    """Assert that calls are equal up to the reference's last call."""
     for number, (our_call, their_call) in enumerate(zip(ours, theirs)):
         assert our_call == their_call, f"{where}, call {number}"
     assert len(ours) >= len(theirs), where
 
 
 def assert_decided(canvas: list[int], final: list[int], mask: int) -> None:
-    """Assert that our canvas has all tokens that the reference decided."""
+    """Assert that `canvas` has all tokens that the reference decided (`final`)."""
     assert all(token in (mask, ours) for ours, token in zip(canvas, final, strict=False))
 
 
@@ -146,7 +148,7 @@ def without_idle_calls(calls: Calls) -> Calls:
 
 
 def llada2(name: str, settings: dict[str, Any], prompt: int) -> tuple[Any, dict[str, Any]]:
-    """Our sampler and request for LLaDA2.0's or LLaDA2.1's loop. prompt: length of the prompt."""
+    """Return paradec's sampler and request for LLaDA2.0's or LLaDA2.1's loop. prompt: length of the prompt."""
     length, new = settings["block_length"], settings["gen_length"]
     if name.startswith("llada21"):
         edit = settings["editing_threshold"]
@@ -198,7 +200,7 @@ def test_llada2(name: str, numbers: slice) -> None:
     ("name", "numbers"), covering_cases(names("llada20_generate") + names("llada21_generate"), "early")
 )
 def test_ends(name: str, numbers: slice) -> None:
-    """With early stop, the default, answers equal the references' cut answers, without additional calls."""
+    """With early stop, the default, answers equal the references' answers up to the end token, without more calls."""
     trace = trace_of(name)
     settings = trace["settings"]
     model, end = model_of(trace, settings["block_length"]), trace["eos_id"]
@@ -216,7 +218,7 @@ def test_ends(name: str, numbers: slice) -> None:
 
 @pytest.mark.parametrize(("name", "numbers"), covering_cases(names("llada20_batch")))
 def test_batches(name: str, numbers: slice) -> None:
-    """Three rows of one length. In the reference they wait for each other at the end of a block; ours do not."""
+    """Decode three prompts of equal length. In the reference, rows wait for each other at the end of a block."""
     trace = trace_of(name)
     settings = trace["settings"]
     model = model_of(trace, settings["block_size"])
@@ -265,7 +267,7 @@ def test_llada_moe(name: str, numbers: slice) -> None:
 
 @pytest.mark.parametrize(("name", "numbers"), covering_cases(names("sdar_generate")))
 def test_sdar_moe(name: str, numbers: slice) -> None:
-    """Positions that SDAR's rules fill, with the reference's tokens. The sequential rule is imitated by scores."""
+    """SDAR's rules fill the same positions. Tokens are the reference's; scores imitate the sequential rule."""
     trace = trace_of(name)
     settings = trace["settings"]
     length, rule = settings["block_length"], settings["remasking_strategy"]

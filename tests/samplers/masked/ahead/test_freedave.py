@@ -31,23 +31,23 @@ MASK, END = 12, 13
 
 
 class Denoisers(nn.Module):
-    """512 random denoisers in one module; a row's first three tokens, as octal digits, select one."""
+    """512 random denoisers in one module. The first three tokens of a row, read as octal digits, select a denoiser."""
 
     def __init__(self, width: int = 8, longest: int = 16):
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB)
         generator = torch.Generator().manual_seed(0)
         normal = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
-        self.embeddings, self.places = normal(VOCAB, width), normal(longest, width)
+        self.embeddings, self.position_embeddings = normal(VOCAB, width), normal(longest, width)
         self.mix = normal(DIGITS**3, width, width) / width**0.5
         self.readout = normal(DIGITS**3, width, VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         task = (input_ids[:, :3] * torch.tensor([64, 8, 1])).sum(1)
-        hidden = self.embeddings[input_ids] + self.places[: input_ids.shape[1]]
+        hidden = self.embeddings[input_ids] + self.position_embeddings[: input_ids.shape[1]]
         # near tokens have more weight, so that a step changes only some predictions
-        near = torch.arange(input_ids.shape[1])
-        weights = torch.exp(-(near[:, None] - near).abs().double())
+        positions = torch.arange(input_ids.shape[1])
+        weights = torch.exp(-(positions[:, None] - positions).abs().double())
         hidden = torch.tanh(weights @ hidden @ self.mix[task])
         return hidden @ self.readout[task]
 
@@ -59,15 +59,16 @@ def denoisers() -> tuple[Model, list[list[int]]]:
     return model, prompts
 
 
+# (base sampler, fields of the request)
 BASES = [
     ("low_confidence", {}),
     ("threshold", {}),
     ("factor", {}),
     ("maskgit_plus", {"steps": 8}),
     ("entropy", {"steps": 6}),
-    (CARRY, {"steps": 4, "block_length": 8}),  # carries unused quota
+    (CARRY, {"steps": 4, "block_length": 8}),
     ({"sampler": "klass", "confidence_threshold": 0.3, "kl_threshold": 0.5}, {"block_length": 8}),
-    ({"sampler": "credit", "threshold": 0.95}, {"block_length": 8}),  # these remember distributions
+    ({"sampler": "credit", "threshold": 0.95}, {"block_length": 8}),
 ]
 
 
@@ -88,18 +89,18 @@ def test_freedave_gives_the_tokens_of_its_base_on_500_denoisers(
         if count == 1:
             assert output.row_nfe == expected.row_nfe and output.forwarded_tokens == expected.forwarded_tokens
         forwards.append(sum(output.row_nfe))
-    drawn, drafted = (
+    sampled, sampled_with_drafts = (
         paradec.generate(model, prompts, sampler=sampler, temperature=0.6, **arguments)
         for sampler in (method, FreeDave(base))
     )
-    assert is_same_output(drawn, drafted) and not is_same_output(drawn, expected)
+    assert is_same_output(sampled, sampled_with_drafts) and not is_same_output(sampled, expected)
     assert forwards[0] > forwards[1] >= forwards[2] >= forwards[3]
-    assert len({tuple(row) for row in expected.new_tokens.tolist()}) > DENOISERS // 2  # the denoisers do differ
+    assert len({tuple(row) for row in expected.new_tokens.tolist()}) > DENOISERS // 2  # the denoisers differ
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", [name for name in samplers.names() if samplers.get(name).family == "masked"])
-def test_every_registered_base(denoisers: tuple[Model, list[list[int]]], name: str) -> None:
+def test_every_masked_sampler_as_base(denoisers: tuple[Model, list[list[int]]], name: str) -> None:
     model, prompts = denoisers
     try:
         sampler = FreeDave(name, draft_steps=3)
@@ -125,7 +126,7 @@ CASES = [
 @pytest.mark.thinned
 @pytest.mark.parametrize(("topology", "prediction", "cache"), CASES)
 @pytest.mark.parametrize(("base", "temperature"), [("low_confidence", 0.0), ("random", 0.3)])
-def test_every_cache_and_layout(topology: str, prediction: str, cache: str, base: Any, temperature: float) -> None:
+def test_every_topology_and_cache(topology: str, prediction: str, cache: str, base: Any, temperature: float) -> None:
     model = tiny(2, topology, prediction)
     arguments = {"max_new_tokens": 8, "block_length": 4, "cache": cache, "temperature": temperature, "seed": 2}
     expected = paradec.generate(model, ROWS, sampler=base, eos_early_stop=False, **arguments)
@@ -141,22 +142,22 @@ def test_every_cache_and_layout(topology: str, prediction: str, cache: str, base
 @pytest.mark.thinned
 @pytest.mark.parametrize("base", ["learn2pd", "learn2pd+margin"])
 @pytest.mark.parametrize("cache", ["none", "dual"])
-def test_bases_that_cut_rows_off(base: str, cache: str, llada64: Model) -> None:
+def test_bases_that_cut_rows_at_an_end_token(base: str, cache: str, llada64: Model) -> None:
     rows = [[38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18, 14, 10, 19, 10, 41], [37, 5, 0, 2, 3, 0, 5, 7, 41]]
-    forwarded = {}
+    num_evaluated = {}
     for eot in ("greedy", "none"):
         method = samplers.create(base.replace("learn2pd", f"learn2pd(eot={eot})"))
         arguments = {"max_new_tokens": 32, "block_length": 16, "cache": cache}
         expected = paradec.generate(llada64, rows, sampler=method, **arguments)
         output = paradec.generate(llada64, rows, sampler=FreeDave(method), **arguments)
         assert is_same_output(output, expected) and sum(output.row_nfe) < sum(expected.row_nfe)
-        forwarded[eot] = output.forwarded_tokens
-    assert forwarded["greedy"] < forwarded["none"]
+        num_evaluated[eot] = output.forwarded_tokens
+    assert num_evaluated["greedy"] < num_evaluated["none"]
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 @pytest.mark.parametrize("mode", ["batch", "tree"])
-def test_guidance(mode: str, cache: str) -> None:
+def test_freedave_with_guidance_gives_the_tokens_of_its_base(mode: str, cache: str) -> None:
     arguments = {"max_new_tokens": 12, "block_length": 6, "cache": cache, "guidance_scale": 1.6}
     base = paradec.generate(tiny(2), ROWS, sampler="low_confidence", **arguments)
     assert is_same_output(paradec.generate(tiny(2), ROWS, sampler=FreeDave(draft_mode=mode), **arguments), base)
@@ -166,15 +167,15 @@ def test_guidance(mode: str, cache: str) -> None:
 @pytest.mark.parametrize(
     ("threshold", "count", "subset"), [(1.0, 4, False), (0.8, 3, False), (0.7, 4, True), (1.0, 6, True)]
 )
-def test_every_forward_by_hand(
+def test_every_forward_equals_the_oracle(
     denoisers: tuple[Model, list[list[int]]], threshold: float, count: int, subset: bool
 ) -> None:
     model, prompts = denoisers
-    hand = FreeDaveLoop(model.module, threshold, count, subset, MASK, END)
+    oracle = FreeDaveLoop(model.module, threshold, count, subset, MASK, END)
     sampler = FreeDave(
         {"sampler": "threshold", "threshold": threshold}, draft_steps=count, agreement="subset" if subset else "exact"
     )
-    inside, beyond = 0, 0
+    num_inside, num_beyond = 0, 0
     for size, chosen in ((5, prompts[160:190]), (10, prompts[100:160])):
         state = sampler.start(model, chosen, max_new_tokens=10, block_length=size)
         commits: list[list[set]] = [[] for _ in chosen]
@@ -184,12 +185,12 @@ def test_every_forward_by_hand(
                 entries = sampler.commit(state, sampler.step(model, state)).to_list()
                 for row in running:
                     commits[row].append({(i, token, round(score, 9)) for r, i, token, score in entries if r == row})
-            expected = [hand.decode(prompt, 10, size) for prompt in chosen]
+            expected = [oracle.decode(prompt, 10, size) for prompt in chosen]
         for row, reference in enumerate(expected):
             assert commits[row] == reference["commits"]
             assert state.canvas[row, : state.end[row]].tolist() == reference["row"]
             assert state.row_step[row] == reference["steps"] and state.stopped[row] == reference["stopped"]
             assert state.decided[row] == reference["decided"] and state.nfe[row] == len(commits[row])
-            inside += reference["stopped"] and reference["steps"] > len(commits[row])
-            beyond += reference["beyond"] > 0
-    assert inside and beyond  # some rows ended after an accepted draft, some before another one
+            num_inside += reference["stopped"] and reference["steps"] > len(commits[row])
+            num_beyond += reference["beyond"] > 0
+    assert num_inside and num_beyond  # some rows end in an accepted draft, and some have accepted drafts after the end

@@ -1,15 +1,15 @@
-"""Traces of FreeDave's public code, replayed in float64, with the mask's probability in the softmax.
+"""Recorded runs of FreeDave's public code, replayed in float64, with the mask token in the softmax.
 
-Static decoding is compared call by call. The public code commits a forward's first step after the next forward has
-verified it; ours commits it at once. So after every forward ours is one step of the base ahead
-(`assert_one_step_ahead`). The number of forwards is equal. Each evaluates the same drafts, except the draft that fills
-the block. Differences:
-- With a threshold, the public code also calls the model on full blocks, at most once per block; ours does not.
-- Its cached decoder for Dream commits a block's first token without logits (`traces.force_first_position`).
-- In its eager mode, which drafts into the next block, only final tokens are compared.
+Static decoding is compared call by call. With drafts, the public code commits the first step of a forward only after
+the next forward has verified it; paradec commits it at once. So after every forward paradec is ahead by one step of
+the base sampler (`assert_one_step_ahead`). The number of forwards is equal, and a forward evaluates the same drafts,
+except the draft that fills the block. Other differences:
+- With a threshold, the public code also calls the model on full blocks, at most once per block; paradec does not.
+- The public decoder for Dream with a cache commits a block's first token without logits (`force_first_position`).
+- The public eager mode drafts into the next block; only its final tokens are compared.
 
-`test_by_answers` compares ours without these changes. By default two cases of a few traces are replayed, which cover
-every pair of settings. `-m full` replays all cases, and also in float32, where final tokens are compared.
+`test_by_answers` compares paradec's own answers. By default two cases of each of a few traces are replayed; the traces
+cover every pair of settings. `-m full` replays all cases, also in float32, where only final tokens are compared.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ STATIC = [name for name in NAMES if trace_head(name)["settings"]["method"] == "s
 
 
 class WeighsMask:
-    """A mixin that keeps the mask's probability in the softmax, like the public code."""
+    """A mixin that includes the mask token in the softmax, like the public code."""
 
     def weighs_mask(self, state: Any) -> bool:
         return True
@@ -86,9 +86,9 @@ def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> No
         base = force_first_position(base)
         arguments["cache"] = cache_without_left_position(settings["dual_cache"])
     rows = decode(model, trace, freedave(settings, base), alone=precision == "float32", numbers=numbers, **arguments)
-    for together in group_by_case(rows):
-        with replay_rows(together):
-            for row in together:
+    for case_rows in group_by_case(rows):
+        with replay_rows(case_rows):
+            for row in case_rows:
                 assert row.tokens == row.final, row.where
                 if precision == "float32":
                     continue
@@ -102,11 +102,11 @@ def test_trace(name: str, precision: str, numbers: tuple[int, ...] | None) -> No
 
 
 def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
-    """Assert that after each call ours has the reference's commits and the base's next step in the block, if any.
+    """Assert that paradec's commits are the reference's commits and the base's next step, if the block has one left.
 
-    forced: both commit the block's first token when it opens."""
+    forced: whether paradec and the reference commit a block's first token when it opens."""
     length, drafts = settings["block_length"], settings["draft_steps"]
-    by_threshold = settings.get("confidence_threshold") is not None
+    has_threshold = settings.get("confidence_threshold") is not None
     ours, our_commits, their_commits = iter(row.ours), set(), set()
     for number, call in enumerate(row.theirs):
         where = f"{row.where}, call {number}"
@@ -114,7 +114,7 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
         remaining = (block + 1) * length - len(their_commits)
         is_full = len(our_commits) == (block + 1) * length
         if is_full:
-            assert by_threshold and remaining, where  # the call verifies the step that fills the block
+            assert has_threshold and remaining, where  # the call verifies the step that fills the block
         else:
             our_remaining, our_commits_before = (block + 1) * length - len(our_commits), set(our_commits)
             our_call: Call = next(ours)
@@ -129,13 +129,13 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
         assert call.evaluated % count == 0, where
         assert our_call.evaluated == call.evaluated // count * (1 if is_opening else min(drafts, our_remaining)), where
         assert our_commits_before <= their_commits <= our_commits, where
-        if not by_threshold:
+        if not has_threshold:
             is_even = len(our_commits) == (block + 1) * length or is_opening and forced
             assert len(our_commits - their_commits) == (0 if is_even else 1), where
     assert next(ours, None) is None and our_commits == their_commits, row.where
 
 
-@pytest.mark.parametrize("name", mark_others_full(STATIC, together=1))
+@pytest.mark.parametrize("name", mark_others_full(STATIC, case_rows=1))
 def test_by_answers(name: str) -> None:
     trace = load_trace(name)
     settings = trace["settings"] | {"draft_steps": 4}

@@ -1,4 +1,4 @@
-"""Learn2PD: the filter's arithmetic, refused mismatches, cuts after an end token, and training of a filter."""
+"""Learn2PD: the filter's network and features, refused mismatches, cuts after an end token, and training."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ FACTS = FilterFacts("block", "llada-tiny", 64, 4, ("none", "dual"), threshold=0.
 
 @pytest.fixture
 def block_filter(tmp_path: Path) -> str:
-    """A random filter for blocks of 4 of the small LLaDA, which accepts and rejects."""
+    """A random filter for blocks of 4 of the small LLaDA, which accepts some positions and rejects others."""
     torch.manual_seed(1)
     network = FACTS.network()
     network.layers[2].weight.data *= 20
@@ -48,7 +48,7 @@ def block_filter(tmp_path: Path) -> str:
     return str(tmp_path / "block.safetensors")
 
 
-def test_block_filter_by_hand() -> None:
+def test_the_block_filter_equals_numpy() -> None:
     torch.manual_seed(0)
     network = BlockFilter(32)
     assert sum(p.numel() for p in network.parameters()) == 2112
@@ -107,7 +107,9 @@ def test_the_filter_reads_every_feature(llada64: Model, tmp_path: Path) -> None:
     assert num_compared > 12
 
 
-def test_mismatches_of_the_filter_are_refused_by_name(llada64: Model, dream64: Model, block_filter: str) -> None:
+def test_filters_for_other_models_caches_or_block_lengths_are_refused(
+    llada64: Model, dream64: Model, block_filter: str
+) -> None:
     def run(model: Model, filter: str = block_filter, **request: Any) -> paradec.Output:
         mismatch = request.pop("allow_mismatch", False)
         sampler = samplers.create("learn2pd", filter=filter, allow_mismatch=mismatch)
@@ -133,7 +135,7 @@ def test_mismatches_of_the_filter_are_refused_by_name(llada64: Model, dream64: M
     assert paradec.generate(llada64, ids, sampler=sampler).tokens == [4]
 
 
-def test_compare_leaves_learn2pd_out_where_no_filter_fits() -> None:
+def test_compare_omits_learn2pd_with_a_warning_if_no_filter_fits() -> None:
     questions = evaluation.packaged_questions(["copy"], limit=1)
     with pytest.warns(UserWarning, match="learn2pd is left out: filter=.* trained for block_length 32, here 2"):
         comparison = evaluation.compare(paradec.load(), questions=questions, max_new_tokens=2, block_length=2)
@@ -151,9 +153,9 @@ def model_with_many_ends(layers: int = 1, **kinds: Any) -> Model:
 
 @pytest.mark.parametrize("guidance", [1.0, 1.5])
 @pytest.mark.parametrize("cache", ["none", "dual"])
-def test_text_after_a_committed_end_is_dropped(cache: str, guidance: float) -> None:
+def test_rows_are_cut_after_a_committed_end_token(cache: str, guidance: float) -> None:
     model, rows = model_with_many_ends(2), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11, 12], [21], [22, 23, 24]]
-    sampler = samplers.create("learn2pd", filter_threshold=1.0)  # one token per step: ends may precede earlier text
+    sampler = samplers.create("learn2pd", filter_threshold=1.0)  # one token per step: masks can remain before an end
     state = sampler.start(model, rows, max_new_tokens=24, block_length=8, cache=cache, guidance_scale=guidance)
     ends, cut_rows = set(model.facts.eos_token_ids), 0
     with torch.inference_mode():
@@ -186,7 +188,7 @@ def test_text_after_a_committed_end_is_dropped(cache: str, guidance: float) -> N
 @pytest.mark.parametrize("eot", ["committed", "greedy"])
 @pytest.mark.parametrize("kinds", [{}, {"prediction": "shifted"}])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_caches_are_still_right_after_a_cut(eot: str, kinds: dict, cache: str) -> None:
+def test_caches_give_the_same_tokens_after_a_cut(eot: str, kinds: dict, cache: str) -> None:
     model, rows = model_with_many_ends(1, **kinds), [[1, 2, 3], [4, 5], [6, 7, 8, 9], [11]]
     sampler = samplers.create("learn2pd", eot=eot, filter_threshold=1.0)
     request = {"sampler": sampler, "max_new_tokens": 24, "block_length": 8}
@@ -206,7 +208,7 @@ def test_caches_are_still_right_after_a_cut(eot: str, kinds: dict, cache: str) -
 @pytest.mark.parametrize("ends_last", [False, True])
 @pytest.mark.parametrize("min_confidence", [0.0, 0.5])
 @pytest.mark.parametrize("eot", ["committed", "greedy"])
-def test_cuts_equal_loops(eot: str, min_confidence: float, ends_last: bool) -> None:
+def test_cuts_equal_a_plain_loop(eot: str, min_confidence: float, ends_last: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     confidence = torch.rand(300, 6, dtype=torch.float64, generator=generator)
     shares = torch.tensor([0.4, 0.7, 0.2]).view(3, 1, 1)
@@ -227,7 +229,7 @@ def test_cuts_equal_loops(eot: str, min_confidence: float, ends_last: bool) -> N
     assert len(kinds) >= (9 if eot == "greedy" else 3)
 
 
-def test_no_end_inside_a_hole_and_none_without_early_stop() -> None:
+def test_end_tokens_in_masked_prompt_positions_or_without_early_stop_cut_nothing() -> None:
     model = model_with_many_ends(2)
     mask = model.facts.mask_token_id
     row = [1, *[mask] * 10, 2, 3]
@@ -242,11 +244,11 @@ def test_no_end_inside_a_hole_and_none_without_early_stop() -> None:
     assert plain.tokens[0] <= 16 and not (plain.new_tokens == 38).any()
 
 
-def test_records_by_hand() -> None:
+def test_records_equal_the_oracle() -> None:
     model, prompts = tiny(3), [[0, 3, 0], [1, 4, 7], [2, 5], [3, 6, 21, 9]]
     records = training.collect(model, prompts, block_length=8, max_new_tokens=16, batch=3)
     assert records.done == 4 and records.valid.all()
-    waits = 0
+    num_without_candidate = 0
     for index, prompt in enumerate(prompts):
         expected = learn2pd_records(model, prompt, 16, 8)
         is_of_prompt = records.prompt == index
@@ -262,8 +264,8 @@ def test_records_by_hand() -> None:
             assert final.tolist() == is_final and undecided.tolist() == is_undecided
             assert features[FEATURES.index("position")].tolist() == [i / 8 for i in range(8)]
             assert features[FEATURES.index("mask_ratio")].tolist() == [sum(is_undecided) / 8] * 8
-            waits += not any(np.logical_and(is_final, is_undecided))
-    assert waits > 0  # some records have no undecided final candidate
+            num_without_candidate += not any(np.logical_and(is_final, is_undecided))
+    assert num_without_candidate > 0  # some records have no undecided position whose best token is final
 
 
 def test_short_blocks_caches_and_resumed_records(llada64: Model, tmp_path: Path) -> None:
@@ -300,11 +302,11 @@ def test_short_blocks_caches_and_resumed_records(llada64: Model, tmp_path: Path)
     [("block", "neighbour", 8, 1200, 500), ("features", "margin", 4, 400, 60)],
 )
 def test_training_finds_a_planted_rule(kind: str, rule: str, length: int, count: int, epochs: int) -> None:
-    """Training recovers a rule in which the neighbour's confidence, or the margin, decides whether a token is final."""
+    """Training recovers the rule that a token is final if its neighbour's confidence, or its margin, is above 0.6."""
     features = torch.rand(count, len(FEATURES), length, generator=torch.Generator().manual_seed(0))
-    by_margin = rule == "margin"
-    source = features[:, FEATURES.index("margin" if by_margin else "confidence")]
-    final = (source if by_margin else source.roll(1, 1)) > 0.6
+    is_margin = rule == "margin"
+    source = features[:, FEATURES.index("margin" if is_margin else "confidence")]
+    final = (source if is_margin else source.roll(1, 1)) > 0.6
     flags = torch.ones_like(final)
     setup = {"model": "llada-tiny", "vocab_size": 64, "block_length": length, "caches": ["none"]}
     records = Records(setup, 40, features, final, flags, flags, torch.arange(len(features)) % 40)
@@ -321,13 +323,13 @@ def test_training_finds_a_planted_rule(kind: str, rule: str, length: int, count:
         training.train(Records(records.setup, 9, **{name: tensor[few] for name, tensor in tensors.items()}))
 
 
-def test_training_prompts_are_not_those_of_the_evaluation() -> None:
+def test_training_prompts_are_not_used_in_the_evaluation() -> None:
     prompts = training.packaged_prompts(5)
     assert len(set(prompts)) == 5 * len(TASKS) and not any(map(is_held_out, prompts))
     assert not set(prompts) & {example.prompt for example in load_prompts()}
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_learn2pd_train(tmp_path: Path) -> None:
     out, records = tmp_path / "filter.safetensors", tmp_path / "records.safetensors"
     command = ["learn2pd", "train", "--out", str(out), "--records", str(records), "--per-task", "1"]
     command += ["--max-new-tokens", "4", "--block-length", "4", "--epochs", "60"]
@@ -344,7 +346,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert ran.exit_code == 2 and "--block-length=4" in ran.output
 
 
-def test_the_packaged_filter() -> None:
+def test_the_packaged_filter_saves_forwards_with_right_answers() -> None:
     path = Path(paradec.__file__).parent / "assets" / "tiny-llada" / "learn2pd.safetensors"
     assert path.stat().st_size < 100_000
     facts = read_facts(path)

@@ -1,5 +1,6 @@
-"""LLaDA2.2's rule: recorded steps of SGLang's class (`tests/golden/autumn/indel`), recorded answers of a checkpoint
-(`tests/golden/autumn/llada22`), and invariants of deletions and insertions."""
+"""LLaDA2.2's rule: recorded steps of SGLang's code, recorded answers of a checkpoint, and limits of its edits.
+
+The recordings are in `tests/golden/autumn`: `indel` and `llada22`."""
 
 import dataclasses
 import functools
@@ -22,8 +23,8 @@ INDEL = [path for path in sorted(golden("autumn").glob("indel/*.json")) if "case
 CASES = [(path, number) for path in INDEL for number in range(len(read_json_unrecorded(path)["cases"]))]
 
 
-class Recorded:
-    """A model that returns recorded logits [rows, B, V] for any input."""
+class RecordedModel:
+    """A model that returns the recorded logits [rows, block length, vocabulary] in `logits` for any input."""
 
     tokenizer, default_max_new_tokens, default_block_length = None, 8, None
     pads = supports_store = supports_visibility = True
@@ -42,27 +43,28 @@ class Recorded:
         return row_logits.gather(1, at.unsqueeze(2).expand(-1, -1, row_logits.shape[2])).clone()
 
 
-def create(settings: dict[str, Any]) -> Any:
+def create_sampler(settings: dict[str, Any]) -> Any:
     thresholds = {"threshold": settings["threshold"], "editing_threshold": settings["edit_threshold"]}
     return paradec.samplers.create("levenshtein", max_post_steps=settings["max_post_edit_steps"], **thresholds)
 
 
-def thinned(cases: list[Any]) -> list[Any]:
-    """Parameters of a test; every third runs by default, the others are marked `full`."""
-    marks = [() if at % 3 == 0 else (pytest.mark.full,) for at in range(len(cases))]
+def every_third(cases: list[Any]) -> list[Any]:
+    """Return cases as parameters of a test. Every third case runs by default; the rest is marked `full`."""
+    marks = [() if index % 3 == 0 else (pytest.mark.full,) for index in range(len(cases))]
     return [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=True)]
 
 
-@pytest.mark.parametrize(("path", "number"), thinned(CASES))
+@pytest.mark.parametrize(("path", "number"), every_third(CASES))
 def test_recorded_steps(path: Path, number: int) -> None:
     case, logits = read_json(path)["cases"][number], read_arrays(path.with_name("logits.safetensors"))
     with replay_with_margin(case["name"], case):
-        model, sampler, block = Recorded(case), create(case["used"]), case["block_length"]
-        for row, (entry, is_given) in enumerate(zip(case["ids"], case["given"], strict=True)):
-            count = sum(is_given)  # prompt tokens at the front of the block
-            # a mask in the prompt would be a hole; the recorded logits do not depend on the token
-            ids = [0 if g and token == model.facts.mask_id else token for token, g in zip(entry, is_given, strict=True)]
-            prompt = [0] * block + ids[:count]  # add a block, because a prompt may not be empty
+        model, sampler, block = RecordedModel(case), create_sampler(case["used"]), case["block_length"]
+        mask_id = model.facts.mask_id
+        for row, (entry, in_prompt) in enumerate(zip(case["ids"], case["given"], strict=True)):
+            count = sum(in_prompt)  # number of prompt tokens at the front of the block
+            # replace masks in the prompt, which paradec would fill; the recorded logits do not depend on the tokens
+            ids = [0 if given and token == mask_id else token for token, given in zip(entry, in_prompt, strict=True)]
+            prompt = [0] * block + ids[:count]  # add a block, because a prompt must not be empty
             state = sampler.start(model, [prompt], max_new_tokens=2 * block - len(prompt), eos_early_stop=False)
             assert state.canvas[0, block:].tolist() == ids
             for step in case["steps"]:
@@ -91,31 +93,31 @@ RECORDED = [(path, number) for path in ANSWER_FILES for number in range(len(read
 
 
 @functools.cache
-def loaded(folder: Path) -> Model:
-    """A checkpoint with the facts in `forwards.json`."""
+def load_model(folder: Path) -> Model:
+    """Load a checkpoint once, with the facts in `forwards.json`."""
     facts = read_json(folder / "forwards.json")["facts"]
     return paradec.load(folder, dtype="float64", mask_token_id=facts["mask"], block_length=facts["block"])
 
 
 @pytest.fixture(scope="module")
 def tiny22() -> Model:
-    return loaded(TINY)
+    return load_model(TINY)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("path", "number"), RECORDED)
 @pytest.mark.parametrize("cache", ["none", "block"])
 def test_recorded_answers(path: Path, number: int, cache: str) -> None:
-    case, model = read_json(path)["cases"][number], loaded(path.parent)
+    case, model = read_json(path)["cases"][number], load_model(path.parent)
     block = model.facts.block_length
     with replay_with_margin(f"{path.parent.name}, answer {number}", case):
-        sampler = create(case["settings"])
+        sampler = create_sampler(case["settings"])
         state = sampler.start(model, [case["prompt_ids"]], max_new_tokens=case["max_new_tokens"], cache=cache)
         calls = 0
         for recorded in case["blocks"]:
             first, closed = recorded["block"] * block, False
             for step in recorded["steps"]:
-                if closed:  # a call that only stores; ours stores in the next block's first call
+                if closed:  # this call only stores the block; paradec stores it in the next block's first call
                     continue
                 sampler.commit(state, sampler.step(model, state))
                 calls, closed = calls + 1, step["closed"]
@@ -137,7 +139,7 @@ def test_traces_contain_deletions_and_insertions(tiny22: Model) -> None:
         prompt, canvases = case["prompt_ids"], list[list[int]]()
         request = {"max_new_tokens": case["max_new_tokens"], "eos_early_stop": False, "trace": True}
         request["callback"] = lambda state, commit, canvases=canvases: canvases.append(state.canvas[0].tolist())
-        out = paradec.generate(tiny22, [prompt], sampler=create(case["settings"]), **request)
+        out = paradec.generate(tiny22, [prompt], sampler=create_sampler(case["settings"]), **request)
         text = prompt + [FACTS["mask"]] * (len(canvases[0]) - len(prompt))
         for step, after in zip(out.trace.steps, canvases, strict=True):
             for _, position, token, _ in step.commits:
@@ -149,13 +151,13 @@ def test_traces_contain_deletions_and_insertions(tiny22: Model) -> None:
 
 
 @pytest.mark.parametrize("sampler", [{}, {"max_post_steps": 0}, {"threshold": 1.0, "max_post_steps": 3}])
-def test_a_block_takes_no_more_steps_than_it_may(sampler: dict[str, Any]) -> None:
-    """A block takes at most B + max_post_steps + 1 steps, and ends without masks and control ids."""
+def test_the_steps_of_a_block_are_bounded(sampler: dict[str, Any]) -> None:
+    """A block takes at most (block length + max_post_steps + 1) steps, and ends without masks and control ids."""
     block = 6
     case = {"vocab_size": 9, "mask_id": 8, "block_length": block, "delete_token_id": 6, "split_token_id": 7}
     method = paradec.samplers.create("levenshtein", **sampler)
     for seed in range(15):
-        model, draw = Recorded(case), torch.Generator().manual_seed(seed)
+        model, draw = RecordedModel(case), torch.Generator().manual_seed(seed)
         state = method.start(model, [[1] * (block + seed % block)], max_new_tokens=block - seed % block)
         steps = 0
         while not state.done:
@@ -168,21 +170,21 @@ def test_a_block_takes_no_more_steps_than_it_may(sampler: dict[str, Any]) -> Non
         assert (state.canvas < 6).all()
 
 
-def test_prompt_tokens_are_never_moved() -> None:
+def test_prompt_tokens_keep_their_positions() -> None:
     model = tiny(2, "block_causal")
     prompt = [5, DELETE, SPLIT, MASK, MASK, 7, MASK, DELETE, MASK, MASK, MASK, 9]
     state = paradec.samplers.create("levenshtein").start(model, [prompt], max_new_tokens=4)
-    fixed, method = [at for at, token in enumerate(prompt) if token != MASK], paradec.samplers.create("levenshtein")
+    fixed, method = [i for i, token in enumerate(prompt) if token != MASK], paradec.samplers.create("levenshtein")
     while not state.done:
         method.commit(state, method.step(model, state))
-        assert [int(state.canvas[0, at]) for at in fixed] == [prompt[at] for at in fixed]
+        assert [int(state.canvas[0, i]) for i in fixed] == [prompt[i] for i in fixed]
     assert not (state.canvas == MASK).any()
 
 
 def test_control_ids_may_be_settings_of_the_sampler() -> None:
-    without = tiny(2, "block_causal")
-    without.facts = dataclasses.replace(without.facts, delete_token_id=None)
+    model = tiny(2, "block_causal")
+    model.facts = dataclasses.replace(model.facts, delete_token_id=None)
     with pytest.raises(ValueError, match="delete_token_id"):
-        paradec.generate(without, [[1, 2]], sampler="levenshtein", max_new_tokens=4)
-    stated = paradec.samplers.create("levenshtein", delete_token_id=DELETE, split_token_id=SPLIT)
-    assert paradec.generate(without, [[1, 2]], sampler=stated, max_new_tokens=4).tokens[0] <= 4
+        paradec.generate(model, [[1, 2]], sampler="levenshtein", max_new_tokens=4)
+    sampler = paradec.samplers.create("levenshtein", delete_token_id=DELETE, split_token_id=SPLIT)
+    assert paradec.generate(model, [[1, 2]], sampler=sampler, max_new_tokens=4).tokens[0] <= 4

@@ -21,13 +21,13 @@ def model() -> UViTModel:
 
 
 def commits_of(out: paradec.Output) -> list[list[tuple[int, int]]]:
-    """For each step, the sorted (position in the image, token) pairs of row 0."""
+    """Return the sorted (position in the image, token) pairs that each step commits in row 0."""
     return [sorted((c[1] - 1, c[2]) for c in step.commits if c[0] == 0) for step in out.trace.steps]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("masks", "steps"), [(1, 1), (5, 5), (16, 3), (64, 32), (64, 64), (256, 8), (256, 100)])
-def test_every_step_commits_and_together_they_commit_all(schedule: str, masks: int, steps: int) -> None:
+def test_counts_are_positive_and_sum_to_all_masks(schedule: str, masks: int, steps: int) -> None:
     step_counts = commit_counts(schedule, masks, steps)
     assert len(step_counts) == steps and sum(step_counts) == masks and min(step_counts) >= 1
 
@@ -48,7 +48,7 @@ def test_remaining_masks_follow_the_schedule(schedule: str, masked_share: Any) -
 
 
 @pytest.mark.parametrize(("masks", "steps"), [(16, 4), (64, 8), (64, 10), (256, 20)])
-def test_masks_left_are_those_of_diffusers_amused(masks: int, steps: int) -> None:
+def test_remaining_masks_equal_those_of_diffusers_amused(masks: int, steps: int) -> None:
     from diffusers import AmusedScheduler
 
     scheduler = AmusedScheduler(mask_token_id=9)
@@ -62,7 +62,7 @@ def test_masks_left_are_those_of_diffusers_amused(masks: int, steps: int) -> Non
     assert (masks - np.cumsum(commit_counts("cosine", masks, steps))).tolist() == theirs
 
 
-def test_without_noise_the_most_confident_come_first(model: UViTModel) -> None:
+def test_without_noise_the_most_confident_positions_are_committed(model: UViTModel) -> None:
     sampler = samplers.create("maskgit", choice_temperature=0)
     state = sampler.start(model, [[model.class_token(1)]], steps=5)
     for expected in commit_counts("cosine", 16, 5):
@@ -90,7 +90,7 @@ def test_noise_chooses_by_gumbel_max(model: UViTModel) -> None:
     assert ((first - expected) / (expected * (1 - expected) / len(rows)).sqrt()).abs().max() < 4.5
 
 
-def test_second_draw_cools_down(model: UViTModel) -> None:
+def test_the_final_temperature_applies_to_the_last_step(model: UViTModel) -> None:
     sampler = samplers.create("maskgit", final_temperature=1e-6)
     state = sampler.start(model, [[model.class_token(1)]] * 8, steps=2, temperature=1.0, seed=2)
     first = sampler.step(model, state)
@@ -104,12 +104,12 @@ def test_second_draw_cools_down(model: UViTModel) -> None:
     assert len({tuple(row) for row in first.values.tolist()}) > 1
 
 
-def test_second_draw_is_independent_of_the_first(model: UViTModel) -> None:
-    plain = samplers.create("maskgit", choice_temperature=0)
-    twice = samplers.create("maskgit", choice_temperature=0, final_temperature=1.0)
+def test_tokens_of_the_second_draw_are_independent_of_the_first(model: UViTModel) -> None:
+    one_draw = samplers.create("maskgit", choice_temperature=0)
+    two_draws = samplers.create("maskgit", choice_temperature=0, final_temperature=1.0)
     rows = [[model.class_token(1)]] * 400
     probabilities = {}
-    for sampler in (plain, twice):
+    for sampler in (one_draw, two_draws):
         state = sampler.start(model, rows, steps=16, temperature=1.0, seed=5)
         with torch.no_grad():
             (query,) = sampler.query(state)
@@ -120,7 +120,7 @@ def test_second_draw_is_independent_of_the_first(model: UViTModel) -> None:
         probabilities[sampler.final_temperature] = distribution[at, tokens].mean()
         expected = (distribution[at] ** 2).sum(-1).mean()
         spread = distribution[at, tokens].std() / len(rows) ** 0.5
-        if sampler is twice:
+        if sampler is two_draws:
             assert (probabilities[1.0] - expected).abs() < 4 * spread
     assert probabilities[None] > probabilities[1.0]  # without a second draw, confident draws are selected
 
@@ -139,7 +139,7 @@ def test_halton_commits_in_order(model: UViTModel) -> None:
     assert [[position for position, _ in step] for step in commits_of(out)] == expected
 
 
-def test_halton_fills_holes_of_an_image(model: UViTModel) -> None:
+def test_halton_fills_missing_cells_of_an_image_in_order(model: UViTModel) -> None:
     mask = model.facts.mask_token_id
     row = [model.class_token(2), *[3] * 6, *[mask] * 10]
     sampler = samplers.create("halton", height=4, width=4)

@@ -1,4 +1,4 @@
-"""Samplers that remask or replace decided tokens."""
+"""WINO, LLaDA2.1's editing and Saber, which remask or replace decided tokens."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -59,11 +59,12 @@ class AdditiveModel:
         return [w / math.fsum(weights) for w in weights]
 
 
-def cut(prompt: list[int], block: int) -> list[range]:
+def split_into_blocks(prompt: list[int], block: int) -> list[range]:
     return [range(s, min(s + block, len(prompt) + NEW)) for s in range(len(prompt), len(prompt) + NEW, block)]
 
 
-RULES: list[tuple[str, Callable[..., Iterator[None]], dict]] = [
+# (sampler, oracle, settings)
+CASES: list[tuple[str, Callable[..., Iterator[None]], dict]] = [
     ("wino", wino, {}),
     ("wino", wino, {"threshold": 0.3, "threshold_back": 0.6, "cap_share": 0.5, "cap_low": 2, "cap_high": 3}),
     ("editing", editing, {"max_post_steps": 3}),
@@ -76,8 +77,8 @@ RULES: list[tuple[str, Callable[..., Iterator[None]], dict]] = [
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("name", "loop", "settings"), RULES)
-def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], settings: dict) -> None:
+@pytest.mark.parametrize(("name", "loop", "settings"), CASES)
+def test_samplers_equal_the_oracles(name: str, loop: Callable[..., Iterator[None]], settings: dict) -> None:
     sampler = samplers.create(name, **settings)
     memory: dict = {"num_remasked": 0, "num_stable": 0}
     for seed in range(SEEDS):
@@ -86,15 +87,15 @@ def test_rule_equals_loops(name: str, loop: Callable[..., Iterator[None]], setti
         for index, prompt in enumerate(PROMPTS):
             row, expected = prompt + [HOLE] * NEW, []
             memory["confidence"] = {}
-            for positions in cut(prompt, block):
+            for positions in split_into_blocks(prompt, block):
                 for _ in loop(model, row, positions, memory, sampler.to_dict()):
                     expected.append(list(row))
             assert [out.trace.replay(step + 1)[index] for step in range(out.row_nfe[index])] == expected
             assert out.new_tokens[index].tolist() == row[len(prompt) :]
-    assert (memory["num_remasked"] == 0) == (settings.get("remask_share") == 0)  # the rule did remask
+    assert (memory["num_remasked"] == 0) == (settings.get("remask_share") == 0)  # some positions are remasked
     if settings.get("max_post_steps"):
-        blocks = sum(len(cut(prompt, (5, 12)[seed % 2])) for seed in range(SEEDS) for prompt in PROMPTS)
-        assert 0 < memory["num_stable"] < blocks  # some blocks became stable, others reached the bound
+        blocks = sum(len(split_into_blocks(prompt, (5, 12)[seed % 2])) for seed in range(SEEDS) for prompt in PROMPTS)
+        assert 0 < memory["num_stable"] < blocks  # some blocks become stable, others reach the maximum number of steps
 
 
 def steps_of(sampler: Any, model: Any, rows: list[list[int]], **request: Any) -> Iterator[tuple[Any, Any]]:
@@ -113,7 +114,7 @@ EAGER = {"threshold": 0.05, "threshold_back": 0.4, "cap_low": 1, "cap_high": 3}
 @pytest.mark.thinned
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 @pytest.mark.parametrize("guidance_scale", [1.0, 1.5])
-def test_shadow_sees_what_it_should_in_deep_models(topology: str, guidance_scale: float) -> None:
+def test_winos_shadow_positions_attend_to_all_but_their_own_token(topology: str, guidance_scale: float) -> None:
     model, compared = tiny(3, topology), 0
     request = {"block_length": 4, "guidance_scale": guidance_scale}
     for state, proposal in steps_of(samplers.create("wino", **EAGER), model, ROWS, **request):
@@ -124,15 +125,15 @@ def test_shadow_sees_what_it_should_in_deep_models(topology: str, guidance_scale
             visible = torch.zeros(len(positions), len(positions), dtype=torch.bool)
             for q, position in enumerate(positions):
                 for k, seen_position in enumerate(positions):
-                    sees = q >= length or k < length  # only shadows see shadows
-                    sees = sees and not (q >= length and k < length and position == seen_position)
-                    visible[q, k] = sees and (topology == "bidirectional" or seen_position // 4 <= position // 4)
+                    is_visible = q >= length or k < length  # only shadows attend to shadows
+                    is_visible = is_visible and not (q >= length and k < length and position == seen_position)
+                    visible[q, k] = is_visible and (topology == "bidirectional" or seen_position // 4 <= position // 4)
             ids = torch.cat((state.canvas[row, :length], torch.full((len(block),), MASK)))
-            is_given = torch.cat((state.is_prompt[row, :length], torch.zeros(len(block), dtype=torch.bool)))
+            is_prompt = torch.cat((state.is_prompt[row, :length], torch.zeros(len(block), dtype=torch.bool)))
             arguments = {"position_ids": torch.tensor([positions]), "attention_mask": visible[None, None]}
             branches = [
                 model.module(input_ids=tokens[None], use_cache=False, **arguments).logits[0]
-                for tokens in (ids, ids.masked_fill(is_given, MASK))
+                for tokens in (ids, ids.masked_fill(is_prompt, MASK))
             ]
             logits = branches[1] + guidance_scale * (branches[0] - branches[1])
             logits[:, MASK] = -torch.inf
@@ -152,8 +153,8 @@ STORED = [name for name in caches.names()[1:] if verdict(WINO, caches.create(nam
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_shadow_over_a_store_is_exact_with_one_layer(name: str) -> None:
-    """Shadows are not stored and hide the stored key of their position: scores equal those without a cache."""
+def test_winos_shadows_with_a_cache_are_exact_with_one_layer(name: str) -> None:
+    """Keys of shadows are not stored, and a shadow does not attend to the stored key of its position."""
     model, sampler = tiny(1), samplers.create("wino", **EAGER)
     runs = (steps_of(sampler, model, ROWS, block_length=4, cache=cache) for cache in (name, "none"))
     steps = 0
@@ -180,7 +181,7 @@ def test_shadows_are_exact_on_block_causal_models_with_their_cache() -> None:
         assert out.forwarded_tokens < plain.forwarded_tokens
 
 
-def test_shadow_columns_are_counted() -> None:
+def test_winos_shadow_positions_are_counted_as_evaluated() -> None:
     model = tiny(1)
     out = paradec.generate(model, [[1, 2, 3]], sampler="wino", max_new_tokens=8, block_length=4, eos_early_stop=False)
     assert out.forwarded_tokens == out.nfe * (3 + 8 + 4)
@@ -188,7 +189,7 @@ def test_shadow_columns_are_counted() -> None:
 
 @dataclass(frozen=True)
 class Undoing(MaskedSampler):
-    """Commit two positions per step and ask to remask everything, without end."""
+    """Commit two positions per step, and remask everything in every step."""
 
     name = "undoing"
     slack: int = 0
@@ -206,7 +207,7 @@ class Undoing(MaskedSampler):
 
 @pytest.mark.parametrize("slack", [0, 1, 7])
 def test_remasking_leaves_enough_steps_to_fill_the_block(slack: int) -> None:
-    """A method that never ends by itself uses all steps of its bound in every block, and leaves no mask."""
+    """`Undoing` takes the maximum number of steps in every block, and leaves no mask."""
     out = paradec.generate(AdditiveModel(), PROMPTS, sampler=Undoing(slack=slack), max_new_tokens=NEW, block_length=4)
     assert out.row_nfe == [3 * (4 + slack)] * 3
     assert not (out.new_tokens == HOLE).any()
@@ -215,7 +216,7 @@ def test_remasking_leaves_enough_steps_to_fill_the_block(slack: int) -> None:
 @pytest.mark.parametrize("name", REVISING)
 def test_an_end_token_ends_the_row_only_when_it_is_stable(name: str) -> None:
     """A row ends inside a block when a step changes nothing up to and including its end token."""
-    inside = 0
+    num_inside = 0
     for seed in range(8):
         model = AdditiveModel(seed, ends=(7,))
         out = paradec.generate(model, PROMPTS, sampler=name, max_new_tokens=NEW, block_length=6, trace=True)
@@ -223,7 +224,7 @@ def test_an_end_token_ends_the_row_only_when_it_is_stable(name: str) -> None:
             canvases = [out.trace.replay(step)[index] for step in range(out.row_nfe[index] + 1)]
             for step, canvas in enumerate(canvases):
                 answer = canvas[len(prompt) :]
-                end = next((at for at, token in enumerate(answer) if token in (7, HOLE)), None)
+                end = next((i for i, token in enumerate(answer) if token in (7, HOLE)), None)
                 if end is None or answer[end] == HOLE:
                     continue
                 up_to = len(prompt) + end + 1
@@ -231,7 +232,7 @@ def test_an_end_token_ends_the_row_only_when_it_is_stable(name: str) -> None:
                 is_unchanged = step and canvases[step - 1][:up_to] == canvas[:up_to]
                 if step < out.row_nfe[index]:
                     assert not is_unchanged
-                elif any(canvas[at] == HOLE for at in block):
+                elif any(canvas[i] == HOLE for i in block):
                     assert is_unchanged
-                    inside += 1
-    assert inside
+                    num_inside += 1
+    assert num_inside

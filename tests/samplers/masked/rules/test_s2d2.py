@@ -1,6 +1,8 @@
-"""S2D2's public code on SDAR (`tests/golden/autumn/s2d2`): what every step writes, and which steps verify, with the
-recorded uniform numbers, in float32 as recorded. The public code counts the mask's probability, and takes top-p among
-the top-k tokens. paradec's S2D2 does neither, but the replay does."""
+"""S2D2: recorded runs of its public code on SDAR (`tests/golden/autumn/s2d2`), and properties.
+
+Each step commits the recorded tokens and verifies if the recorded step does, with the recorded random numbers, in
+float32 as recorded. The public code includes the mask token in the softmax and applies top-p among the top-k tokens.
+paradec's S2D2 does neither, but the replay imitates it."""
 
 import functools
 from dataclasses import dataclass
@@ -29,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:seed=")
 
 
 @dataclass(frozen=True)
-class Replayed(S2D2):
-    """S2D2 with recorded uniform numbers, in the reference's order."""
+class ReplayedS2D2(S2D2):
+    """S2D2 with the mask token in the softmax and the recorded uniform numbers, in the reference's order."""
 
     def weighs_mask(self, state: Any) -> bool:
         return True
@@ -38,7 +40,7 @@ class Replayed(S2D2):
     def draw_uniform(self, state: Any, query: Any, positions: Tensor, count: int) -> Tensor:
         width, block, fed = positions.shape[1], state.facts.block_length, state.fed
         numbers = torch.tensor([*fed["numbers"][fed["used"] :], *[0.5] * (block + 2)], dtype=torch.float64)
-        if not isinstance(query.window, VerifyLogits):  # one for every position of the block, the prompt's too
+        if not isinstance(query.window, VerifyLogits):  # a number for every position of the block, prompt included
             fed["used"] += block
             return numbers[block - width : block].view(1, -1, 1)
         masks = (state.window.read(state.canvas) == state.mask_id)[0].tolist()
@@ -71,11 +73,11 @@ def settings_of(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def loaded(folder: Path, block: int, mask: int) -> Model:
+def load_model(folder: Path, block: int, mask: int) -> Model:
     return paradec.load(folder, dtype="float32", block_length=block, mask_token_id=mask)
 
 
-def files() -> list[Any]:
+def recorded_files() -> list[Any]:
     parameters = []
     for path in sorted(golden("autumn").glob("s2d2/*.json")):
         if any("steps" in case for case in read_json_unrecorded(path)["cases"]):
@@ -84,14 +86,14 @@ def files() -> list[Any]:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("path", files())
+@pytest.mark.parametrize("path", recorded_files())
 @pytest.mark.parametrize("cache", ["none", "block"])
 def test_recorded_steps(path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paradec.samplers.masked.rules.s2d2.filter_logits", filter_top_k_first)
     trace = read_json(path)
     settings, block = trace["settings"], trace["settings"]["block_length"]
-    model = loaded(find_checkpoint(trace["model"], "autumn"), block, trace["mask_id"])
-    sampler = Replayed(**settings_of(trace))
+    model = load_model(find_checkpoint(trace["model"], "autumn"), block, trace["mask_id"])
+    sampler = ReplayedS2D2(**settings_of(trace))
     request: dict[str, Any] = {"temperature": 0.0, "cache": cache, "eos_early_stop": False}
     if settings.get("do_sample"):
         request["temperature"] = settings.get("temperature", 1.0)
@@ -115,19 +117,19 @@ def test_recorded_steps(path: Path, cache: str, monkeypatch: pytest.MonkeyPatch)
             assert all(int(state.canvas[0, at]) == token for at, token in text if at < state.canvas.shape[1])
             verified = [step for step in case["steps"] if step["verified"]]
             assert case["accepted"] == [sum(kind == "accepted" for _, _, kind in step["commit"]) for step in verified]
-            # a prefill, a draft in each step, verifications, and a call that stores each block
+            # calls: a prefill, a draft in each step, the verifications, and one per block that stores it
             prefill = len(case["prompt_ids"]) >= block
             num_blocks = len({step["block"] for step in case["steps"]})
             assert case["calls"] == prefill + len(theirs) + len(verified) + num_blocks
 
 
-def test_the_recorded_runs_show_every_route() -> None:
-    routes = [settings_of(read_json_unrecorded(param.values[0]))["route"] for param in files()]
+def test_the_recorded_runs_cover_every_route() -> None:
+    routes = [settings_of(read_json_unrecorded(param.values[0]))["route"] for param in recorded_files()]
     assert set(routes) == set(ROUTES.values())
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 0.8])
-def test_rows_do_not_depend_on_their_neighbours(temperature: float) -> None:
+def test_rows_do_not_depend_on_the_batch(temperature: float) -> None:
     model, rows = tiny(2, "block_causal"), [[3, 1, 2, 5], [4], [2, 6, 1, 7, 9, 8, 3]]
     for settings in ({}, {"route": "span", "causal": False}, {"route": "hysteresis", "on": 0.5, "off": 0.0}):
         request: dict[str, Any] = {"sampler": S2D2(**settings), "temperature": temperature, "seed": 1}
@@ -140,7 +142,7 @@ def test_rows_do_not_depend_on_their_neighbours(temperature: float) -> None:
             assert output.row_nfe == alone.row_nfe == [together[0].row_nfe[row]]
 
 
-def test_always_verified_it_is_nearly_token_by_token() -> None:
+def test_with_verification_in_every_step_s2d2_equals_token_by_token_decoding() -> None:
     model, request = tiny(2, "block_causal"), {"max_new_tokens": 8, "eos_early_stop": False}
     verified = paradec.generate(model, [[3, 1, 2, 5]], sampler=S2D2(route="span"), temperature=1e-4, seed=0, **request)
     expected = paradec.generate(model, [[3, 1, 2, 5]], sampler="self_speculative", temperature=0, **request)
