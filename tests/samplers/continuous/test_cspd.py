@@ -297,12 +297,12 @@ def run(sampler: CSpD, model: MARModel, labels: Any = (3, 1), **request: Any) ->
     return decode(sampler, model, sampler.start(model, list(labels), **request))
 
 
-def test_a_draft_model_that_is_the_model_is_accepted(model: MARModel) -> None:
+def test_all_drafts_of_the_model_itself_are_accepted(model: MARModel) -> None:
     plain = run(CSpD(ratio=1, head_steps="4,1"), model)
-    draft_calls = run(CSpD(model, num_draft=1, ratio=0, head_steps="4,1", inner_temperature=1), model)
-    torch.testing.assert_close(draft_calls.tokens, plain.tokens, atol=1e-10, rtol=1e-10)
-    assert plain.nfe.tolist() == draft_calls.nfe.tolist() == [8, 8]
-    assert plain.draft_nfe.tolist() == [0, 0] and draft_calls.draft_nfe.tolist() == [7, 7]
+    with_drafts = run(CSpD(model, num_draft=1, ratio=0, head_steps="4,1", inner_temperature=1), model)
+    torch.testing.assert_close(with_drafts.tokens, plain.tokens, atol=1e-10, rtol=1e-10)
+    assert plain.nfe.tolist() == with_drafts.nfe.tolist() == [8, 8]
+    assert plain.draft_nfe.tolist() == [0, 0] and with_drafts.draft_nfe.tolist() == [7, 7]
     assert plain.row_forwards.tolist() == [16, 16] and plain.forwarded_tokens.tolist() == [16 * 16] * 2
 
 

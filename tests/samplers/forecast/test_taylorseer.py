@@ -163,7 +163,7 @@ def test_polynomials_that_a_basis_forecasts_exactly() -> None:
 
 
 def test_several_consecutive_forecasts_of_foca() -> None:
-    """FoCa equals its definition: each forecast depends on the previous forecast; after three, the slope weighs less."""
+    """FoCa equals its definition: a forecast depends on the previous one, and the slope weighs less after three."""
     features = torch.randn(16, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     basis, history, longest = FoCa(), None, 0
     full = full_before = used = used_before = torch.zeros(2, 3, dtype=torch.float64)

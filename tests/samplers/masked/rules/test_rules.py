@@ -266,7 +266,7 @@ def test_probabilities_that_round_to_1_reach_a_threshold_of_1() -> None:
 
 SABER_MEMORY = {"total": torch.tensor([1.5], dtype=torch.float64), "count": torch.tensor([2])}
 """Saber's memory of two committed tokens with a mean confidence of 0.75."""
-# (sampler, settings, scores by x, bound of x, whether the bound is included, fields of the view, columns if x is enough)
+# (sampler, settings, scores by x, bound of x, whether it is included, fields of the view, columns if x is enough)
 BUFFERED = {"updates": {"buffered": [True, True]}}
 BOUNDS: list[tuple[str, dict[str, Any], Callable[[float], list[float]], float, bool, dict[str, Any], list[int]]] = [
     ("hierarchy", {"threshold": None, "low_threshold": 0.5}, lambda x: [0.625, -INF, 0.25, x], 0.5, False, {}, [0, 3]),
