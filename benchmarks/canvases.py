@@ -60,36 +60,18 @@ def small_module(vocab: int = 256, canvas: int = 32, hidden: int = 64) -> Any:
 
     config = DiffusionGemmaConfig(
         text_config={
-            "vocab_size": vocab,
-            "hidden_size": hidden,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "global_head_dim": 16,
-            "num_global_key_value_heads": 1,
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 16,
-            "max_position_embeddings": 4096,
-            "pad_token_id": PAD,
+            "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16,
+            "num_global_key_value_heads": 1, "sliding_window": 64, "num_experts": 4, "top_k_experts": 2,
+            "layer_types": ["sliding_attention", "full_attention"], "moe_intermediate_size": 16,
+            "max_position_embeddings": 4096, "pad_token_id": PAD,
         },
         vision_config={
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
+            "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 8,
         },
-        canvas_length=canvas,
-        image_token_id=5,
-        boi_token_id=6,
-        eoi_token_id=7,
-    )
+        canvas_length=canvas, image_token_id=5, boi_token_id=6, eoi_token_id=7,
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = DiffusionGemmaForBlockDiffusion(config)

@@ -54,40 +54,22 @@ PEAKS = {"H200": (4.8e12, 989e12), "H100": (3.35e12, 989e12), "A100": (2.04e12, 
 """Bytes and bfloat16 operations per second by the data sheets (SXM)."""
 SHAPES = {
     "LLaDA-8B": {
-        "prediction": "same",
-        "mask": 126_336,
-        "config": {
-            "vocab_size": 126_464,
-            "hidden_size": 4096,
-            "intermediate_size": 12_288,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-        },
+        "prediction": "same", "mask": 126_336,
+        "config": {"vocab_size": 126_464, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
+                   "num_attention_heads": 32, "num_key_value_heads": 32},
     },
     "Dream-7B": {
-        "prediction": "shifted",
-        "mask": 151_666,
-        "config": {
-            "vocab_size": 152_064,
-            "hidden_size": 3584,
-            "intermediate_size": 18_944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-        },
+        "prediction": "shifted", "mask": 151_666,
+        "config": {"vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+                   "num_attention_heads": 28, "num_key_value_heads": 4},
     },
-}
+}  # fmt: skip
 
 
 TINY = {
-    "vocab_size": 9000,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "vocab_size": 9000, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}
+}  # fmt: skip
 
 
 def _with_device_step(registry: Any) -> list[str]:
@@ -118,20 +100,10 @@ class Scale:
 
 
 DRY = Scale(
-    checked_vocabularies=(8193,),
-    checked_rows=((1, 1.0), (3, 0.7)),
-    vocabularies=(9000,),
-    rows=(2,),
-    working_set=10**5,
-    copied=2**16,
-    samplers=("entropy", "threshold"),
-    batches=(1, 2),
-    block=8,
-    context=64,
-    repeats=2,
-    dtype=torch.float32,
-    tiny=True,
-)
+    checked_vocabularies=(8193,), checked_rows=((1, 1.0), (3, 0.7)), vocabularies=(9000,), rows=(2,), working_set=10**5,
+    copied=2**16, samplers=("entropy", "threshold"), batches=(1, 2), block=8, context=64, repeats=2,
+    dtype=torch.float32, tiny=True,
+)  # fmt: skip
 
 
 def check(holds: bool, what: str) -> None:
@@ -231,14 +203,9 @@ def check_steps(device: torch.device, scale: Scale) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     sizes = {
-        "vocab_size": 41,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.4,
-    }
+        "vocab_size": 41, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.4,
+    }  # fmt: skip
     prompts = [[[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14], [20, 21, 22]], [[5], [6, 7], [8, 9, 10], [11] * 9]]
     done = 0
     for module, prediction in (

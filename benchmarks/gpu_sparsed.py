@@ -41,7 +41,7 @@ from paradec.kernels.block_sparse import (
     interpreting,
     select_blocks,
     sparse_attention,
-)
+)  # fmt: skip
 from paradec.kernels.block_sparse.reference import reference_attention, reference_means, visible_keys
 
 SHARES = (0.1, 0.3, 0.5)
@@ -72,18 +72,9 @@ class Scale:
 
 
 DRY = Scale(
-    checked=((2, 4, 2, 37, 16, 16),),
-    lengths=(96,),
-    heads=2,
-    width=16,
-    hidden=32,
-    inner=48,
-    new=32,
-    size=16,
-    window=8,
-    dtype=torch.float32,
-    repeats=1,
-)
+    checked=((2, 4, 2, 37, 16, 16),), lengths=(96,), heads=2, width=16, hidden=32, inner=48, new=32, size=16, window=8,
+    dtype=torch.float32, repeats=1,
+)  # fmt: skip
 
 
 def kernel_backend(device: torch.device) -> str:

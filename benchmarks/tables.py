@@ -123,7 +123,7 @@ def schedules_table(rows: list[Row]) -> str:
     """Samplers that commit a fixed number of tokens per step, and `threshold`, from benchmarks/headline.py."""
     shown = []
     for row in rows:
-        tokens = f"{1 / row['changes'].get('steps', 1):.0f}" if row["changes"] else "as many as are sure"
+        tokens = f"{1 / row['changes'].get('steps', 1):.0f}" if row["changes"] else "all above 0.9"
         blocks = "that end at the end token" if "blocks" in row["changes"] else row["changes"].get("block_length", 32)
         bounds = [row["of"] * share for share in row["interval"]]
         shown.append(row | {"at_once": tokens, "blocks": blocks, "bounds": bounds})

@@ -3,8 +3,9 @@
     accelerate launch --num_processes 4 examples/accelerate_batch.py prompts.jsonl answers.jsonl --model LLADA
     torchrun --nproc_per_node 2 examples/accelerate_batch.py --tiny       # without a GPU
 
-Every line of the file is {"prompt": ...}. Process r of n answers the lines r, r + n, ... into answers.jsonl.r-of-n; the
-first process then joins these files in order. A row's answer does not depend on the process that decodes it.
+Every line of prompts.jsonl is {"prompt": ...}. Process r of n answers the lines r, r + n, ... and writes the answers to
+answers.jsonl.r-of-n. The first process then joins these files in the order of the prompts. A row's answer does not
+depend on the process that decodes it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TINY = ["Sort: pear fig apple", "Reverse: pear fig apple kiwi", "Copy: plum lime
 
 
 def answer_share(state: PartialState, model: Any, source: Path, out: Path, batch: int, **request: Any) -> None:
-    """Answer this process's lines; the first process then joins the files of all processes."""
+    """Answer this process's lines; if it is the first process, then join the files of all processes."""
     lines = [json.loads(line) for line in source.read_bytes().split(b"\n") if line.strip()]
     share = range(state.process_index, len(lines), state.num_processes)
     entries = ({"prompt": lines[number]["prompt"], "id": number, "seed": seed_of(0, number)} for number in share)
@@ -50,7 +51,7 @@ def answer_share(state: PartialState, model: Any, source: Path, out: Path, batch
 
 
 def part_of(out: Path, rank: int, count: int) -> Path:
-    """The file that a process writes."""
+    """Name the file that a process writes."""
     return out.with_name(f"{out.name}.{rank}-of-{count}")
 
 
@@ -68,8 +69,8 @@ def main() -> None:
     state = PartialState(cpu=not torch.accelerator.is_available())
     model = paradec.load(None if args.tiny else args.model, dtype=args.dtype, device=str(state.device))
     if args.tiny:
-        with tempfile.TemporaryDirectory() as own:
-            folder = [own]
+        with tempfile.TemporaryDirectory() as own_folder:
+            folder = [own_folder]
             if state.num_processes > 1:
                 broadcast_object_list(folder)  # all processes use the folder of the first one
             source, out = Path(folder[0]) / "prompts.jsonl", Path(folder[0]) / "answers.jsonl"

@@ -1,10 +1,11 @@
-"""Amused with several schedulers: diffusers' own, MaskGIT's, Halton's, and ReCAP's, whose session also adds hooks.
+"""Amused with the schedulers of diffusers, MaskGIT, Halton and ReCAP (for which a session also hooks the layers).
 
     python examples/amused_recap.py --device cuda "a red fox in the snow"     # writes amused-recap.png
     python examples/amused_recap.py --tiny             # random weights: no download, no GPU, no file
 
-The images of diffusers' own scheduler come first. In ReCAP's local steps the transformer's layers evaluate only the
-cells that their group chose, with the keys and values of its full step; the cells evaluated in every step are printed.
+The picture has a row for each scheduler, diffusers' first. In ReCAP's local steps the transformer's layers evaluate
+only the cells that these steps fill, with the keys and values of the full step before them. The number of cells
+evaluated in each step is printed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paradec.schedulers import HaltonScheduler, MaskGITScheduler
 
 
 def tiny() -> tuple[AmusedPipeline, dict[str, Any]]:
-    """A random Amused of two layers for images of 8 x 8 pixels and codes, and arguments that replace a prompt."""
+    """Build a random Amused of two layers for images of 8 x 8 pixels and codes, and arguments in place of a prompt."""
     torch.manual_seed(0)
     embeds = {"cond_embed_dim": 8, "encoder_hidden_size": 8, "micro_cond_encode_dim": 2, "micro_cond_embed_dim": 10}
     sizes = {"hidden_size": 8, "in_channels": 8, "block_out_channels": 8, "intermediate_size": 8, "num_res_blocks": 1}
@@ -55,9 +56,9 @@ def main() -> None:
         pipe = AmusedPipeline.from_pretrained(args.model).to(args.device)
         call = {"prompt": args.prompt}
     pipe.set_progress_bar_config(disable=True)
-    cells: list[int] = []  # cells of an image that the layers evaluate in each call
+    cells: list[int] = []  # number of an image's cells that the layers evaluate in each call
     pipe.transformer.transformer_layers[0].attn1.to_q.register_forward_hook(
-        lambda module, given, found: cells.append(found.shape[1])
+        lambda module, args, output: cells.append(output.shape[1])
     )
     pictures = []
 
@@ -70,17 +71,17 @@ def main() -> None:
         )
         print(f"{name}: {time.perf_counter() - start:.2f} s, {sum(cells)} cells evaluated; step by step: {cells}")
 
-    theirs = pipe.scheduler
+    original = pipe.scheduler
     run("AmusedScheduler")
     for cls in (MaskGITScheduler, HaltonScheduler):
-        pipe.scheduler = cls.from_config(theirs.config)
+        pipe.scheduler = cls.from_config(original.config)
         run(cls.__name__)
-    pipe.scheduler = theirs
+    pipe.scheduler = original
     recap = paradec.samplers.create("recap", local_steps=args.local_steps, full_groups=args.full_groups)
     with paradec.accelerate(pipe, recap) as session:  # replaces the scheduler and hooks the layers
         run("ReCAP")
         print(session.report())
-    assert pipe.scheduler is theirs
+    assert pipe.scheduler is original
     if not args.tiny:
         contact_sheet(pictures, columns=args.images).save(args.out)
 

@@ -3,7 +3,7 @@
     python examples/batch_file.py prompts.jsonl answers.jsonl --model GSAI-ML/LLaDA-8B-Instruct --device cuda
     python examples/batch_file.py --tiny               # the small model inside the package: no download, no GPU
 
-`paradec generate --in prompts.jsonl --out answers.jsonl --resume` does the same; copy this file to do more per answer.
+`paradec generate --in prompts.jsonl --out answers.jsonl --resume` does the same. Copy this file to add your own code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import paradec
 
 
 def answer_file(model: Any, source: Path, out: Path, batch: int, **request: Any) -> tuple[int, int]:
-    """Answer the prompts without an answer in `out`. Returns the numbers of new answers and of failures."""
+    """Decode the prompts that have no line in `out`. Returns the numbers of new answers and of failures."""
     prompts = [json.loads(line)["prompt"] for line in source.read_bytes().split(b"\n") if line.strip()]
     lines = out.read_bytes().split(b"\n")[:-1] if out.exists() else []
     out.write_bytes(b"".join(line + b"\n" for line in lines))  # removes a last line that is incomplete
@@ -28,22 +28,23 @@ def answer_file(model: Any, source: Path, out: Path, batch: int, **request: Any)
     with out.open("a") as file:
         for first in range(0, len(waiting), batch):
             numbers = waiting[first : first + batch]
-            for number, entry in zip(numbers, answers(model, [prompts[n] for n in numbers], **request), strict=True):
+            entries = decode(model, [prompts[number] for number in numbers], **request)
+            for number, entry in zip(numbers, entries, strict=True):
                 file.write(json.dumps({"line": number, "prompt": prompts[number], **entry}) + "\n")
                 failed += "error" in entry
                 answered += "error" not in entry
-            file.flush()  # answers so far are safe
+            file.flush()  # an interrupt loses no finished batch
     return answered, failed
 
 
-def answers(model: Any, prompts: list[str], **request: Any) -> list[dict[str, Any]]:
-    """Fields to write for each prompt. If a batch is refused, decode its prompts one by one to find the bad one."""
+def decode(model: Any, prompts: list[str], **request: Any) -> list[dict[str, Any]]:
+    """Decode prompts; return the fields to write for each. If a batch fails, decode its prompts one by one."""
     try:
         out = paradec.generate(model, prompts, **request)
     except (ValueError, FloatingPointError) as error:
         if len(prompts) == 1:
             return [{"error": str(error)}]
-        return [found for prompt in prompts for found in answers(model, [prompt], **request)]
+        return [entry for prompt in prompts for entry in decode(model, [prompt], **request)]
     rows = zip(out.text, out.tokens, out.row_nfe, strict=True)
     return [{"text": text, "tokens": tokens, "forwards": forwards} for text, tokens, forwards in rows]
 

@@ -22,13 +22,13 @@ import paradec
 def converse(model: Any, lines: Iterable[str], **request: Any) -> None:
     """Answer each line as a turn of one conversation."""
     turns: list[dict[str, str]] = []
-    kept = None
+    prefix = None
     for line in lines:
         turns.append({"role": "user", "content": line.strip()})
         streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        out = paradec.generate(model, turns, prefix=kept, keep_prefix=True, streamer=streamer, **request)
+        out = paradec.generate(model, turns, prefix=prefix, keep_prefix=True, streamer=streamer, **request)
         turns.append({"role": "assistant", "content": out.text})
-        kept = out.prefix
+        prefix = out.prefix
         reused = out.cost.reused_tokens[0]
         forwards = f"{out.nfe} forward{'s' * (out.nfe != 1)}"
         print(f"({out.tokens[0]} tokens, {forwards}, {reused} positions of earlier turns reused)")

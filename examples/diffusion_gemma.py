@@ -3,7 +3,7 @@
     python examples/diffusion_gemma.py --device cuda "Why is the sky blue?"
     python examples/diffusion_gemma.py --tiny          # a small random checkpoint: its answers are noise
 
-With --tiny, transformers' own generate answers too, with the same random numbers.
+With --tiny, the answer of transformers' own `generate` with the same random numbers is compared.
 """
 
 from __future__ import annotations
@@ -18,25 +18,17 @@ import paradec
 
 
 def write_tiny(folder: str) -> None:
-    """Write a checkpoint in the published format: a random model with the packaged model's tokens, canvases of 8."""
+    """Write a random checkpoint in the published format, with the packaged model's tokenizer and canvases of 8."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     packaged = paradec.load()
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     text = {
-        "vocab_size": packaged.facts.vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 8,
-        "global_head_dim": 16,
-        "num_global_key_value_heads": 1,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 16,
-    }
+        "vocab_size": packaged.facts.vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "global_head_dim": 16,
+        "num_global_key_value_heads": 1, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
+    }  # fmt: skip
     ids = {"image_token_id": 1, "boi_token_id": 2, "eoi_token_id": 3}
     config = DiffusionGemmaConfig(text_config=text | heads, canvas_length=8, **ids)
     module = DiffusionGemmaForBlockDiffusion(config)
@@ -51,7 +43,7 @@ def write_tiny(folder: str) -> None:
     packaged.tokenizer.save_pretrained(folder)
 
 
-def counts(out: paradec.Output) -> str:
+def describe_cost(out: paradec.Output) -> str:
     return f"{out.tokens[0]} tokens: {out.denoising_calls[0]} denoising calls, {out.encoder_calls[0]} encoder calls"
 
 
@@ -77,14 +69,14 @@ def main() -> None:
     request: dict[str, Any] = {"max_new_tokens": length, "seed": 0}
 
     out = paradec.generate(model, question, **request)
-    print(f"{out.text}\n{counts(out)}")
+    print(f"{out.text}\n{describe_cost(out)}")
     rule = paradec.samplers.create("canvas", rule=args.rule)
     out = paradec.generate(model, question, sampler=rule, **request)
-    print(f"\n{args.rule}: {out.text}\n{counts(out)}")
+    print(f"\n{args.rule}: {out.text}\n{describe_cost(out)}")
 
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": text}]
     out = paradec.infill(model, turns)
-    print(f"\n{text}\n{out.text}\n{counts(out)}")
+    print(f"\n{text}\n{out.text}\n{describe_cost(out)}")
 
     if args.tiny:
         ids = torch.tensor([model.tokenizer(question)["input_ids"]])
@@ -92,7 +84,7 @@ def main() -> None:
         output = model.module.generate(ids, max_new_tokens=length, eos_token_id=list(model.facts.eos_token_ids))
         expected = output.sequences[:, ids.shape[1] : ids.shape[1] + length]
         out = paradec.generate(model, input_ids=ids.tolist(), max_new_tokens=length, rng="reference", seed=0)
-        # generate() leaves out the canvases after a row's end
+        # transformers' `generate` returns no canvases after a row's end
         print(f"the same tokens as generate()'s: {torch.equal(out.new_tokens[:, : expected.shape[1]], expected)}")
 
 

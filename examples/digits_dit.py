@@ -1,4 +1,4 @@
-"""Digits by the packaged diffusion transformer: all DDIM steps, fewer steps, and TaylorSeer with as few evaluations.
+"""Digits by the packaged diffusion transformer: all DDIM steps, fewer steps, and TaylorSeer on all steps.
 
     python examples/digits_dit.py                      # offline, no GPU; writes digits-dit.png, a row for each run
     python examples/digits_dit.py --interval 3 --basis newton --order 2
@@ -46,8 +46,9 @@ def main() -> None:
     def run(name: str, steps: int) -> None:
         begin = time.perf_counter()
         rows.append(paint(steps))
-        away = (rows[-1] - rows[0]).abs().mean()
-        print(f"{name}: {time.perf_counter() - begin:.2f} s, mean difference from the full run's pixels {away:.4f}")
+        difference = (rows[-1] - rows[0]).abs().mean()
+        seconds = time.perf_counter() - begin
+        print(f"{name}: {seconds:.2f} s, mean difference from the full run's pixels {difference:.4f}")
 
     run(f"{args.steps} steps", args.steps)
     fewer = -(-args.steps // args.interval)

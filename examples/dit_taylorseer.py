@@ -20,7 +20,7 @@ from paradec.api.images import contact_sheet
 
 
 def tiny() -> DiTPipeline:
-    """A random DiT of two layers."""
+    """Build a pipeline with a random DiT of two layers."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8}
     transformer = DiTTransformer2DModel(**heads, in_channels=4, out_channels=8).eval()
@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--basis", default="taylor", help="taylor, newton, hermite, reuse, foca, dmd")
     parser.add_argument("--target", default="module", help="module, block, output")
-    parser.add_argument("--compare", metavar="FILE.png", help="save the images, those of the plain run above")
+    parser.add_argument(
+        "--compare", metavar="FILE.png", help="save the images: a row of the plain run, a row with TaylorSeer"
+    )
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 

@@ -1,7 +1,7 @@
 """Chat with Dream, with its authors' settings (entropy, temperature 0.2, top_p 0.95), and stream the text.
 
 python examples/dream_generate.py --device cuda "Write a haiku about rain."
-python examples/dream_generate.py --tiny           # an untrained model like Dream: shows the steps, writes noise
+python examples/dream_generate.py --tiny           # a small random model like Dream: its answer is noise
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ import paradec
 
 
 def untrained() -> paradec.models.adapter.Model:
-    """A small random Qwen2 that is bidirectional and predicts shifted, as Dream, with the packaged model's tokens."""
+    """Build a small random Qwen2 with the packaged tokenizer; like Dream it is bidirectional and predicts shifted."""
     packaged = paradec.load()
     facts = packaged.facts
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=facts.vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-    )
+        vocab_size=facts.vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
+    )  # fmt: skip
     return paradec.wrap(
         Qwen2ForCausalLM(config),
         prediction="shifted",

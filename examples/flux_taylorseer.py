@@ -4,7 +4,7 @@
     python examples/flux_taylorseer.py --device cuda --max-memory 2GB "a tiger in the snow"
     python examples/flux_taylorseer.py --tiny          # random weights: no download, no GPU
 
-The settings are the public code's for FLUX.1-dev: 50 steps of which 10 are evaluated, first order.
+The defaults are the public code's settings for FLUX.1-dev: 50 steps of which 10 are evaluated, first order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paradec.api.images import contact_sheet
 
 
 def tiny() -> tuple[FluxPipeline, dict[str, Any]]:
-    """A random FLUX of one double-stream and two single-stream blocks, and arguments that replace a prompt."""
+    """Build a random FLUX of one double-stream and two single-stream blocks, and arguments in place of a prompt."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_single_layers": 2}
     embeds = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}

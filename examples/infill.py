@@ -1,4 +1,4 @@
-"""Fill masked tokens in the middle of a text, which needs a model that sees both sides.
+"""Fill masked tokens in the middle of a text. This needs a model that attends to both sides of a mask.
 
     python examples/infill.py --device cuda "The cat <mask> on the <mask:2>, which was still warm."
     python examples/infill.py --tiny                   # the small model inside the package: no download, no GPU

@@ -3,10 +3,10 @@
 python examples/llada2_swap_in.py --model inclusionAI/LLaDA2.1-mini --trust-remote-code --device cuda
 python examples/llada2_swap_in.py --tiny           # the small model inside paradec: no download, no GPU
 
-Few forwards are not enough: a scheduler that commits more tokens at once needs fewer forwards, but makes errors where
-tokens depend on each other. With --tiny the question is a Latin square (every line and column has each letter once),
-which can be checked: diffusers' scheduler takes 8 forwards to a wrong square, CreditDecoding 13 to a square with a
-wrong last line, the other two 16 to a right one. For a published checkpoint, compare the printed answers yourself.
+Compare answers, not only forwards: a scheduler that commits more tokens at once needs fewer forwards, but makes errors
+where tokens depend on each other. With --tiny the question is a Latin square (every line and column has each letter
+once), whose answer can be checked: diffusers' scheduler returns a wrong square after 8 forwards, CreditDecoding a
+square with a wrong last line after 13, and the other two a right one after 16.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paradec.tools.evaluation.tasks import Example, get_task
 
 
 def tiny_pipeline(device: str | None) -> tuple[LLaDA2Pipeline, str, dict[str, Any]]:
-    """The packaged model in a pipeline. It is bidirectional and was trained without blocks: use one large block."""
+    """Build a pipeline of the packaged model, which was trained without blocks, so one large block is used."""
     model = paradec.load(device=device)
     pipe = LLaDA2Pipeline(model.module, BlockRefinementScheduler(block_length=64), model.tokenizer)
     request = {"gen_length": 40, "num_inference_steps": 64, "mask_token_id": model.facts.mask_token_id}
@@ -31,7 +31,7 @@ def tiny_pipeline(device: str | None) -> tuple[LLaDA2Pipeline, str, dict[str, An
 
 
 def published_pipeline(args: argparse.Namespace) -> tuple[LLaDA2Pipeline, str, dict[str, Any]]:
-    """A published LLaDA2, whose model code is in the checkpoint."""
+    """Build a pipeline of a published LLaDA2, whose model code is in the checkpoint."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     trusted = {"trust_remote_code": args.trust_remote_code}
@@ -41,8 +41,8 @@ def published_pipeline(args: argparse.Namespace) -> tuple[LLaDA2Pipeline, str, d
     return LLaDA2Pipeline(model, BlockRefinementScheduler(), tokenizer), question, {"gen_length": 256}
 
 
-def judged(question: str, answer: str) -> str:
-    """Judge an answer to a Latin square, in words; "" for other questions."""
+def verdict(question: str, answer: str) -> str:
+    """Say whether an answer to a Latin square is right; "" for other questions."""
     task = get_task("latin_square")
     verb, _, symbols = question.partition(": ")
     if verb != task.template.partition(":")[0]:
@@ -66,19 +66,19 @@ def main() -> None:
     calls: list[torch.Size] = []
     pipe.model.register_forward_hook(lambda module, given, output: calls.append(output.logits.shape))
 
-    theirs = pipe.scheduler.config
+    config = pipe.scheduler.config
     for cls in (
         BlockRefinementScheduler,
         schedulers.ThresholdScheduler,
         schedulers.CreditDecodingScheduler,
         schedulers.LocalLeapScheduler,
     ):
-        pipe.scheduler = cls.from_config(theirs)
+        pipe.scheduler = cls.from_config(config)
         calls.clear()
         prompt = args.prompt or question
         answer = pipe(prompt, editing_threshold=None, **request).texts[0]
-        whose = " (diffusers' own)" if cls is BlockRefinementScheduler else ""
-        print(f"\n{cls.__name__}{whose}: {len(calls)} forwards{judged(prompt, answer)}\n{answer}")
+        origin = " (diffusers' own)" if cls is BlockRefinementScheduler else ""
+        print(f"\n{cls.__name__}{origin}: {len(calls)} forwards{verdict(prompt, answer)}\n{answer}")
 
 
 if __name__ == "__main__":

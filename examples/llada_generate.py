@@ -16,8 +16,8 @@ def main() -> None:
     parser.add_argument("prompt", nargs="?", help="by default a question that the model can answer")
     parser.add_argument("--model", default="GSAI-ML/LLaDA-8B-Instruct", help="hub id or folder (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="use the small model inside the package")
-    parser.add_argument("--sampler", default="threshold", help="of the second run (default: %(default)s)")
-    parser.add_argument("--cache", default="none", help="of the second run (default: %(default)s)")
+    parser.add_argument("--sampler", default="threshold", help="sampler of the second run (default: %(default)s)")
+    parser.add_argument("--cache", default="none", help="cache of the second run (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=None)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default=None)
@@ -30,7 +30,7 @@ def main() -> None:
         model = paradec.load(args.model, dtype=args.dtype, device=args.device)
         question = "A train covers 120 km in 1.5 hours. How long does it need for 200 km? Answer briefly."
 
-    # One token per step is the reference for parallel samplers.
+    # one token per step is the baseline
     runs = [("low_confidence", "none"), (args.sampler, args.cache)]
     for sampler, cache in runs:
         out = paradec.generate(

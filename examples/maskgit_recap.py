@@ -1,11 +1,11 @@
-"""Digits by the packaged masked transformer: MaskGIT, Halton order and ReCAP, and the positions that they evaluate.
+"""Digits by the packaged masked transformer with MaskGIT, Halton order and ReCAP; prints the positions evaluated.
 
     python examples/maskgit_recap.py                   # offline, no GPU; writes a sheet for each sampler
     python examples/maskgit_recap.py --steps 16 --classes 4 2
     python examples/maskgit_recap.py --tiny            # few steps, no files
 
-All three fill the 49 codes of an image in the same number of steps. ReCAP chooses the codes of two steps at once; the
-second step evaluates only its codes, with the keys and values that the first step stored.
+The three samplers fill the 49 codes of an image in the same number of steps. ReCAP chooses the codes of two steps at
+once; the second of the two evaluates only these codes, with the keys and values that the first stored.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main() -> None:
         out = paradec.generate_images(
             model, class_labels=args.classes, sampler=sampler, steps=args.steps, seed=args.seed
         )
-        read = [max(step.forwarded) for step in out.trace.steps]
-        print(f"{name}: {out.nfe} forwards of {read} positions (both guidance branches), {out.seconds:.2f} s")
+        positions = [max(step.forwarded) for step in out.trace.steps]
+        print(f"{name}: {out.nfe} forwards of {positions} positions (both guidance branches), {out.seconds:.2f} s")
         if not args.tiny:
             contact_sheet(out.images, columns=len(args.classes), enlarge=4).save(f"digits-{name}.png")
 

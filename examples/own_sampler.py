@@ -1,9 +1,9 @@
-"""A custom sampler, measured next to the library's: a method is one pure function.
+"""A custom sampler, which is one pure function, compared with a sampler of the library.
 
     python examples/own_sampler.py --device cuda --model GSAI-ML/LLaDA-8B-Instruct --prompts mine.jsonl
     python examples/own_sampler.py --tiny              # the small model inside the package: no download, no GPU
 
-A line of mine.jsonl is {"prompt": ..., "answer": ...}; docs/write_a_sampler.md has the further options of a sampler.
+A line of mine.jsonl is {"prompt": ..., "answer": ...}. docs/write_a_sampler.md describes more that a sampler can do.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
         print(paradec.generate(model, "Sort: pear fig apple", sampler="largest_gap", cache="dual").text)
     for result in evaluation.compare(model, questions=questions, names=["largest_gap", "low_confidence"]).results:
         right, total = result.right()
-        print(f"{result.configuration.name:<26} {right} of {total} right, {result.nfe:.1f} forwards a prompt")
+        print(f"{result.configuration.name:<26} {right} of {total} right, {result.nfe:.1f} forwards per prompt")
 
 
 if __name__ == "__main__":

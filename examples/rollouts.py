@@ -8,8 +8,8 @@
 several right answers into a wrong one, so the model must learn to prefer one answer. The reward is 1 for a right answer
 and 0 for a wrong one. Each round draws several answers to each of a few prompts. An answer's advantage is its reward
 minus the mean of its prompt's rewards, divided by their standard deviation (GRPO, arXiv 2402.03300). The loss is PPO's
-clipped loss over all decisions, with the ratio of replayed to recorded probabilities. The trained model is a copy of
-the decoding model, which gets its weights after each round. Prompts for training and measuring are disjoint.
+clipped loss over all decisions, with the ratio of replayed to recorded probabilities. A copy of the model is trained,
+and its weights go to the decoding model after each round. Prompts for training and measuring are disjoint.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from torch import Tensor
 import paradec
 from paradec.tools.evaluation.tasks import get_task, load_prompts
 
-GIVEN = {"sampler": "threshold(threshold=0)", "max_new_tokens": 16}
-"""Every token is committed in the first step."""
+REQUEST = {"sampler": "threshold(threshold=0)", "max_new_tokens": 16}
+"""With threshold 0 the first step commits every token."""
 
 
 def rewards(task: Any, examples: list[Any], out: Any) -> Tensor:
-    """[B] float32: 1 for right answers, else 0."""
+    """Compute rewards [B] float32: 1 for right answers, else 0."""
     return torch.tensor([float(task.check(each, text)) for each, text in zip(examples, out.text, strict=True)])
 
 
-def measured(model: Any, task: Any, examples: list[Any], seed: int) -> str:
-    """Measure the shares of right answers: of drawn ones, and of those of the likeliest tokens."""
+def measure(model: Any, task: Any, examples: list[Any], seed: int) -> str:
+    """Measure the share of right answers at temperature 1 (drawn) and at temperature 0 (likeliest tokens)."""
     prompts = [each.prompt for each in examples]
-    drawn = paradec.generate(model, prompts * 4, temperature=1.0, seed=seed, **GIVEN)
-    likeliest = paradec.generate(model, prompts, **GIVEN)
+    drawn = paradec.generate(model, prompts * 4, temperature=1.0, seed=seed, **REQUEST)
+    likeliest = paradec.generate(model, prompts, **REQUEST)
     shares = rewards(task, examples * 4, drawn).mean(), rewards(task, examples, likeliest).mean()
     return f"{shares[0]:.3f} of the drawn answers are right, {shares[1]:.3f} of the likeliest"
 
 
 def loss_of(model: Any, rollout: paradec.Rollout, advantage: Tensor, clip: float = 0.2) -> tuple[Tensor, Tensor]:
-    """PPO's clipped loss, and the largest distance of a ratio from 1."""
+    """Compute PPO's clipped loss, and the largest distance of a ratio from 1."""
     decided = rollout.decided
     ratio = (paradec.replay(model, rollout, batch_size=32) - rollout.logp)[decided].exp()
     gain = advantage.unsqueeze(1).expand(decided.shape)[decided]
@@ -73,26 +73,26 @@ def main() -> None:
     trained = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(trained.module.parameters(), lr=args.rate, weight_decay=0.0)
     print(f"{args.task}, seed {args.seed}: {len(held_out)} prompts for measuring")
-    print(f"before: {measured(policy, task, held_out, args.seed)}")
+    print(f"before: {measure(policy, task, held_out, args.seed)}")
     for number in range(1, args.rounds + 1):
         examples = [task.make(draws) for _ in range(args.prompts)]
         examples = [each for each in examples for _ in range(args.answers)]
         prompts = [each.prompt for each in examples]
-        out = paradec.generate(policy, prompts, temperature=1.0, seed=draws.getrandbits(60), rollout=True, **GIVEN)
+        out = paradec.generate(policy, prompts, temperature=1.0, seed=draws.getrandbits(60), rollout=True, **REQUEST)
         reward = rewards(task, examples, out)
         groups = reward.view(args.prompts, args.answers)
         advantage = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-        away = []
+        distances = []
         for _ in range(args.epochs):
-            loss, ratios = loss_of(trained, out.rollout, advantage)
+            loss, distance = loss_of(trained, out.rollout, advantage)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained.module.parameters(), 1.0)
             optimizer.step()
-            away.append(f"{ratios:.1e}")
+            distances.append(f"{distance:.1e}")
         version = policy.update_weights(trained.module.state_dict())
-        print(f"round {number}: reward {reward.mean():.3f}, ratios off 1 by {', '.join(away)}, weights {version}")
-    print(f"after: {measured(policy, task, held_out, args.seed)}")
+        print(f"round {number}: reward {reward.mean():.3f}, ratios off 1 by {', '.join(distances)}, weights {version}")
+    print(f"after: {measure(policy, task, held_out, args.seed)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Speculative Jacobi decoding of images: one token per forward, then several, compared.
+r"""Speculative Jacobi decoding of images, compared with one token per forward.
 
     python examples/sjd_images.py --tiny                # the digit generator inside the package: no download, no GPU
     python examples/sjd_images.py --model c2i_XL_384.pt --vq vq_ds16_c2i.pt --device cuda --classes 207 360 387
@@ -7,7 +7,7 @@ r"""Speculative Jacobi decoding of images: one token per forward, then several, 
         --prompt "<|User|>: a red fox in the snow\n\n<|Assistant|>:"
     python examples/sjd_images.py --tiny --drafter digits-ar-drafter     # also with speculative decoding
 
-`--sampler gsd`, `lantern` and `jacobi` are compared in the same way.
+`--sampler gsd`, `lantern` or `jacobi` compares that sampler instead of `sjd`.
 """
 
 from __future__ import annotations

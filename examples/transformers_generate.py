@@ -4,7 +4,7 @@
     python examples/transformers_generate.py --tiny    # the small model inside the package: no download, no GPU
 
 FOLDER contains weights that were trained for masked diffusion, in the format of a class of transformers (Llama, Qwen2,
-Qwen3). `--prediction`: which token a row of logits predicts, its own ("same": LLaDA) or the next ("shifted": Dream).
+Qwen3). `--prediction` says which token the logits at position i predict: i ("same", LLaDA) or i + 1 ("shifted", Dream).
 """
 
 from __future__ import annotations

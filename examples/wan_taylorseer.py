@@ -1,4 +1,4 @@
-"""Wan, plain, with TaylorSeer, and with BAC's schedules. Guidance makes two calls per step, which share one decision.
+"""Wan, plain, with TaylorSeer, and with BAC's schedules. The two calls of guidance in a step share one decision.
 
     python examples/wan_taylorseer.py --device cuda --compare wan.png "a fox runs through tall grass"
     python examples/wan_taylorseer.py --tiny           # random weights: no download, no GPU
@@ -22,7 +22,7 @@ from paradec.integrations.diffusers.calibration import calibrate_bac
 
 
 def tiny() -> tuple[WanPipeline, dict[str, Any]]:
-    """A random Wan of two layers, and arguments that replace a prompt."""
+    """Build a random Wan of two layers, and arguments in place of a prompt."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "ffn_dim": 32}
     embeds = {"text_dim": 16, "freq_dim": 32, "rope_max_seq_len": 32}

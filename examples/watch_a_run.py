@@ -1,7 +1,7 @@
 """One prompt, decoded with one token per step and with `threshold`: an animation, and a page to step through.
 
-Both runs use blocks of 8 tokens, a little longer than the answer. In longer blocks one token per step would spend most
-of its forwards on the padding after the answer, and look slower than necessary.
+Both runs use blocks of 8 tokens, a little longer than the answer. In longer blocks the run with one token per step
+would spend most of its forwards on the padding after the answer, and look slower than necessary.
 
     python examples/watch_a_run.py                       # offline, no GPU; writes watch.gif and watch.html
     python examples/watch_a_run.py "Latin square: Q Z S U" --sampler wino

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs for this site: make a page of every notebook, and warn if a page needs the network."""
+"""Hooks of mkdocs: make a page of every notebook, and warn if a page of the site loads something from the network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Warn about everything that a browser would load from the network (an error with `mkdocs build --strict`)."""
+    """Warn about everything that a browser would load from the network. `mkdocs build --strict` fails on warnings."""
     for match in NETWORK_REFERENCE.finditer(output):
         LOG.warning("%s loads something from the network: %s", page.file.src_uri, match.group())
     return output

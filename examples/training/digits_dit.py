@@ -4,7 +4,7 @@
 
 A DiT (Peebles and Xie, arXiv 2212.09748; diffusers' `DiTTransformer2DModel`) denoises 28 x 28 pixels in patches of
 4 x 4. It predicts the velocity v of Salimans and Ho (arXiv 2202.00512) under the cosine schedule; one label in ten is
-dropped, for guidance. `runs/digits-dit/export` is then `paradec/assets/digits-dit`, a diffusers folder.
+dropped, for guidance. It is written to `runs/digits-dit/export`, a diffusers folder like `paradec/assets/digits-dit`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,9 @@ LABEL_DROP = 0.1
 
 def network() -> DiTTransformer2DModel:
     model = DiTTransformer2DModel(
-        num_attention_heads=4,
-        attention_head_dim=24,
-        in_channels=1,
-        out_channels=1,
-        num_layers=6,
-        sample_size=28,
-        patch_size=4,
-        num_embeds_ada_norm=CLASSES,
-    )
+        num_attention_heads=4, attention_head_dim=24, in_channels=1, out_channels=1, num_layers=6, sample_size=28,
+        patch_size=4, num_embeds_ada_norm=CLASSES,
+    )  # fmt: skip
     for block in model.transformer_blocks:  # every block is initialised as the identity, as in the paper
         nn.init.zeros_(block.norm1.linear.weight)
         nn.init.zeros_(block.norm1.linear.bias)
@@ -43,7 +37,7 @@ def network() -> DiTTransformer2DModel:
 
 
 def schedule() -> DDIMScheduler:
-    # no clipping: clipping the image but not its noise distorts guided images, more with more steps
+    # no clipping: DDIM would clip the image but not its noise, which distorts guided images, more with more steps
     return DDIMScheduler(
         beta_schedule="squaredcos_cap_v2",
         prediction_type="v_prediction",

@@ -1,12 +1,12 @@
 """Train the packaged LPD of handwritten digits, a transformer that writes an image's codes in any order.
 
-    python examples/training/digits_lpd.py                # one thread; the same command continues
+    python examples/training/digits_lpd.py    # one thread; Ctrl-C at any time; the same command continues
 
-The codes are 7 x 7 out of 256, by the packaged VQ autoencoder. A random order is drawn for each image of a batch. Half
-of the batches decode one code after the other: the network learns the distribution of a code given any others, which
-exact decoding in any order needs (`create("groups", lossless=True)`). The other half decodes groups of codes in a
-random order, as LPD does (Zhang et al., arXiv 2507.01957). One class in ten is dropped, for guidance.
-`runs/digits-lpd/export` is then `paradec/assets/digits-lpd`.
+The packaged VQ autoencoder makes 7 x 7 codes out of 256 of an image. A random order is drawn for each image of a batch.
+Half of the batches decode one code after the other: the network learns the distribution of a code given any other
+codes, which exact decoding in any order needs (`create("groups", lossless=True)`). The other half decodes groups of
+codes, as LPD does (Zhang et al., arXiv 2507.01957). One class in ten is dropped, for guidance. The model is written to
+`runs/digits-lpd/export`, a folder like `paradec/assets/digits-lpd`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def network() -> LPD:
 
 
 def loss_in(model: LPD, codes: Tensor, labels: Tensor, order: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Loss in nats per code of codes [B, 49], labels [B] (10: none), order [B, 49]."""
+    """Compute the loss in nats per code of codes [B, 49], labels [B] (10: none), order [B, 49] and sizes of groups."""
     logits = model(codes, labels, order, sizes)
     return cross_entropy(logits.flatten(0, 1), codes.gather(1, order).flatten())
 
 
 def orders(rows: int) -> Tensor:
-    """[rows, 49] random permutations."""
+    """Draw a random permutation for each row: [rows, 49]."""
     return torch.rand(rows, CELLS).argsort(1)
 
 

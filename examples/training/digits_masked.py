@@ -8,7 +8,7 @@ with its cosine schedule of mask ratios. One class token in ten is masked too, f
 
 The network is a small U-ViT of MaskGIT-r (`paradec.models.images.uvit`). Its token embeddings are initialised with the
 codebook's vectors, projected at random, its positions with sines and cosines of row and column, and its bias with the
-codes' log-frequencies. `runs/digits-maskgit/export` is then `paradec/assets/digits-maskgit`.
+codes' log-frequencies. It is written to `runs/digits-maskgit/export`, a folder like `paradec/assets/digits-maskgit`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paradec.models.images.uvit import UViT
 from paradec.models.images.vq import VQModel, load_vq
 
 SIZES = {"size": 7, "codebook_size": 256, "classes": 11, "width": 128, "depth": 2, "heads": 4}
-"""The last class is none of the ten digits."""
+"""The eleventh class means "no class"."""
 CELLS, MASK, CLASSES = SIZES["size"] ** 2, SIZES["codebook_size"], SIZES["classes"] - 1
 LABEL_DROP = 0.1
 
@@ -42,14 +42,14 @@ def network() -> UViT:
 
 
 def waves(size: int, width: int) -> Tensor:
-    """[size ** 2, width]: sines and cosines of each cell's row and column."""
+    """Compute sines and cosines of each cell's row and column: [size ** 2, width]."""
     angles = torch.arange(size).outer(3.0 ** -torch.linspace(0, 3, width // 4))
     line = torch.cat((angles.sin(), angles.cos()), -1)  # [size, width / 2]
     rows, columns = line.unsqueeze(1).expand(-1, size, -1), line.unsqueeze(0).expand(size, -1, -1)
     return torch.cat((rows, columns), -1).flatten(0, 1)
 
 
-def informed(model: UViT, vq: VQModel, codes: Tensor) -> UViT:
+def initialise(model: UViT, vq: VQModel, codes: Tensor) -> UViT:
     """Initialise the model with the codebook's vectors, the grid's positions and the codes' frequencies."""
     book = normalize(vq.quantize.embedding.weight, dim=-1)
     counts = torch.bincount(codes.flatten(), minlength=len(book)).double() + 1
@@ -77,7 +77,7 @@ def train(args: argparse.Namespace, vq: VQModel, x: Tensor, y: Tensor, hx: Tenso
     codes = codes_of(args.out, lambda images: vq.encode(images).flatten(1), x)
     held = vq.encode(hx * 2 - 1).flatten(1)
     torch.manual_seed(1)
-    model, held_mask = informed(network(), vq, codes), draw_mask(len(held))
+    model, held_mask = initialise(network(), vq, codes), draw_mask(len(held))
 
     def loss_of(step: int) -> Tensor:
         index = torch.randint(len(codes), (64,))
@@ -88,7 +88,7 @@ def train(args: argparse.Namespace, vq: VQModel, x: Tensor, y: Tensor, hx: Tenso
     @torch.no_grad()
     def judge() -> str:
         loss = cross_entropy(logits_of(model.eval(), held, held_mask, hy)[held_mask], held[held_mask])
-        return f"held-out loss {loss:.4f} nats a masked token"
+        return f"held-out loss {loss:.4f} nats per masked token"
 
     fit("maskgit", model, 3e-3, args, 0, loss_of, judge)
     return model

@@ -6,7 +6,7 @@ Three stages, each with a budget of CPU minutes:
 
 1. a multi-scale VQ autoencoder: 28 x 28 pixels as code maps of 1, 2, 3, 5 and 7 codes per side;
 2. a class-conditional VAR (arXiv 2404.02905) over those codes; one label in ten is dropped, for guidance;
-3. a VAR of a sixth of its size over the same codes, for the fine scales (CoDe, arXiv 2411.17787).
+3. a VAR of a sixth of its size over the same codes, which decodes the fine scales in CoDe (arXiv 2411.17787).
 
 `runs/digits-var/export` then contains `digits/multi_scale_vq.safetensors`, `digits-var/` and `digits-var-small/` of
 `paradec/assets`.
@@ -28,23 +28,16 @@ from paradec.models.images.var import VAR
 
 SCALES = (1, 2, 3, 5, 7)
 VQ = MultiScaleVQConfig(
-    codebook_size=256,
-    codebook_embed_dim=8,
-    channels=16,
-    channel_mult=(1, 2, 3),
-    res_blocks=1,
-    attention=False,
-    z_channels=8,
-    image_channels=1,
-    norm_groups=8,
-)
+    codebook_size=256, codebook_embed_dim=8, channels=16, channel_mult=(1, 2, 3), res_blocks=1, attention=False,
+    z_channels=8, image_channels=1, norm_groups=8,
+)  # fmt: skip
 LARGE = {"depth": 4, "width": 120, "heads": 4}
 SMALL = {"depth": 2, "width": 64, "heads": 2}
 COMMON = {"scales": SCALES, "classes": 10, "codebook_size": 256, "code_dim": 8, "shared_adaln": True}
 
 
 def train_vq(args: argparse.Namespace, x: Tensor, hx: Tensor) -> MultiScaleVQ:
-    """x: training images; hx: held-out ones."""
+    """Train the VQ autoencoder on images x; hx is held out."""
     torch.manual_seed(0)
     model = MultiScaleVQ(VQ)
     classifier = load_classifier()
@@ -92,7 +85,7 @@ def train_network(
     held: Tensor,
     hy: Tensor,
 ) -> VAR:
-    """Train a VAR on codes [N, 88] of digits with labels y; held, hy: codes and labels of held-out digits."""
+    """Train a VAR on codes [copies * N, 88] of N digits with labels y; held and hy belong to held-out digits."""
     torch.manual_seed(0)
     model = VAR(**COMMON, **sizes)
     for key, parameter in model.named_parameters():
@@ -125,7 +118,7 @@ def train_network(
         losses = cross_entropy(model(hy, inputs_of(held)).transpose(1, 2), held, reduction="none").mean(0)
         ends = [0, *model.ends]
         scales = " ".join(f"{losses[a:b].mean():.2f}" for a, b in zip(ends[:-1], ends[1:], strict=True))
-        return f"held-out loss {losses.mean():.4f} nats a token ({scales} by scale)"
+        return f"held-out loss {losses.mean():.4f} nats per token ({scales} by scale)"
 
     fit(name, model, 3e-3, args, stage, loss_of, judge)
     return model

@@ -5,10 +5,10 @@
 
 The model (under 2M parameters) learns the list tasks of `paradec.tools.evaluation.tasks` as a masked diffusion model
 (LLaDA, arXiv 2502.09992): the prompt is visible, some positions of the answer are masked, and the bidirectional model
-predicts them all at once.
+predicts all masked positions at once.
 
-A run continues from `runs/tiny/checkpoint.pt`; `runs/tiny/export` is the model in the file format of the published
-LLaDA checkpoints (`paradec.load("runs/tiny/export")`).
+`--resume` continues from `runs/tiny/checkpoint.pt`. The model is written to `runs/tiny/export`, in the file format of
+the published LLaDA checkpoints (`paradec.load("runs/tiny/export")`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from paradec.tools.evaluation.tasks import SYMBOLS, TASKS, WORDS, Example, load_
 
 HIDDEN, LAYERS, MLP = 192, 5, 384
 TOKENS, PARTS = 3072, 4
-"""Tokens in a step, and the batches they are split into."""
+"""Tokens in an optimizer step, and the number of batches into which they are split."""
 RATE, SMOOTHING = 8e-4, 0.01
 """Peak learning rate (ten times that for Muon), and label smoothing."""
 
@@ -48,7 +48,7 @@ SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL = (UNK, SYSTEM, USER, ASSISTANT, BOS, EOS, MASK)
 TOKEN_PATTERN = r"\n|\w+|[^\w\s]"
 
-CHAT_TEMPLATE = (  # like LLaDA's it always ends with the begin of the assistant's turn
+CHAT_TEMPLATE = (  # as in LLaDA's, the assistant's turn always begins at the end
     "{% for message in messages %}"
     f"{{{{ ('{BOS}' if loop.first else '') + '<|' + message['role'] + '|>' }}}}"
     "{{ message['content'] | trim }}"
@@ -61,8 +61,8 @@ CHAT_TEMPLATE = (  # like LLaDA's it always ends with the begin of the assistant
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per word, digit, punctuation mark and line break.
 
-    A capital at the start of a word is lowered ("Sort" and "sort" are one token); single letters, the symbols of Latin
-    squares, keep their case.
+    A capital at the start of a word becomes lower case ("Sort" and "sort" are one token). Single letters, the symbols
+    of Latin squares, keep their case.
     """
     templates = re.sub(r"{\w+}", "", " ".join(task.template for task in TASKS.values()))
     instructions = re.findall(r"[A-Za-z]{2,}", templates)
@@ -100,7 +100,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, example: Example) -> list[
 
 
 LENGTHS = {24: 0.5, 32: 0.25, 44: 0.15, 80: 0.1}
-"""Probability of each row length. Answers are filled up with end tokens, so no batch has padding."""
+"""Probability of each row length. Answers are extended to it with end tokens, so no batch has padding."""
 
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -108,7 +108,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerFast, mixture: dict[str, float], tokens: int) -> Batch:
-    """Draw masked examples of about ``tokens`` tokens in all; all rows have one length."""
+    """Draw masked examples of about `tokens` tokens in total; all rows have the same length."""
     (length,) = rng.choices(list(LENGTHS), LENGTHS.values())
     names, weights = list(mixture), list(mixture.values())
     rows: list[list[int]] = []
@@ -130,8 +130,9 @@ def draw_batch(rng: Random, tokenizer: PreTrainedTokenizerFast, mixture: dict[st
 def draw_mask(rng: Random, region: int, answer: int) -> list[bool]:
     """Draw which of the `region` positions after the prompt to mask (at least one).
 
-    Mostly with a uniform ratio, as in LLaDA; else as in decoding: everything masked, or positions left of a random
-    block all known and right of it all masked. The block begins within the `answer` tokens (with one end token).
+    In 65 % of the cases the ratio is uniform, as in LLaDA. Otherwise the mask is one that occurs in decoding: all
+    positions, or a random part of a block and all positions after it. The block begins within the first `answer`
+    positions (the answer and one end token).
     """
     pattern, ratio = rng.random(), rng.random()
     if pattern < 0.15:
@@ -148,21 +149,13 @@ def draw_mask(rng: Random, region: int, answer: int) -> list[bool]:
 
 
 def build_model(vocab_size: int) -> LlamaForCausalLM:
-    """A LLaDA is a Llama without the causal mask; only the names in the file differ."""
+    """Build a random Llama. A LLaDA is a Llama without the causal mask, and with other names of weights in files."""
     config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=HIDDEN,
-        intermediate_size=MLP,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN // 32,
-        num_key_value_heads=HIDDEN // 32,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+        vocab_size=vocab_size, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=LAYERS,
+        num_attention_heads=HIDDEN // 32, num_key_value_heads=HIDDEN // 32, max_position_embeddings=512,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, use_cache=False,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
     return LlamaForCausalLM(config)
 
 
@@ -198,7 +191,7 @@ def accuracy(folder: Path, examples: list[Example], sampler: str) -> dict[str, f
 
 
 def llada_name(name: str) -> str:
-    """Convert the name of a Llama weight to LLaDA's (where two kinds of weights are called `ff_out`)."""
+    """Convert the name of a Llama weight to LLaDA's, which calls two kinds of weights `ff_out`."""
     for llama, llada in (
         ("model.layers.", "model.transformer.blocks."),
         ("model.embed_tokens.", "model.transformer.wte."),
@@ -240,10 +233,10 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: 
 
 
 class Trainer:
-    """State of the training, which checkpoints save, and its step.
+    """Training state and step; checkpoints save the state.
 
-    Matrices are trained with Muon, which needed a quarter fewer steps than AdamW. torch's Muon orthogonalises in
-    bfloat16; the packaged weights were trained with the same iterations in float32.
+    The layers' matrices are trained with Muon, which needed a quarter fewer steps than AdamW. torch's Muon
+    orthogonalises in bfloat16; the packaged weights were trained with the same iterations in float32.
     """
 
     def __init__(self, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
@@ -264,8 +257,8 @@ class Trainer:
     def train_step(self, batches: list[Batch], pool: Executor, progress: float) -> float:
         """Make one optimizer step on the mean loss of the batches; return this loss.
 
-        The rate is constant, then falls to zero over the last half of `progress` in [0, 1]. Each thread of the pool
-        processes whole batches, so a core that is busy elsewhere delays one batch, not every operation.
+        After a warm-up the rate is constant; it falls to zero over the last half of `progress` in [0, 1]. Each thread
+        of the pool processes whole batches, so a core that is busy elsewhere delays one batch, not every operation.
         """
         scale = min(1.0, (self.step + 1) / 200, max(0.0, 2.0 * (1.0 - progress)))
         for optimizer, rate in zip(self.optimizers, self.rates, strict=True):
@@ -321,7 +314,7 @@ class Trainer:
 
 
 def report(title: str, folder: Path, examples: list[Example]) -> dict[str, float]:
-    """Print the shares of right answers by task; return those of the confidence threshold."""
+    """Print the shares of right answers by task with three samplers; return those with `threshold` at 0.9."""
     samplers = ("low_confidence", "threshold(threshold=0.9)", "threshold(threshold=0)")
     scores = {sampler: accuracy(folder, examples, sampler) for sampler in samplers}
     print(f"{title:16}" + "".join(f"{name:>26}" for name in scores))
@@ -334,10 +327,10 @@ def report(title: str, folder: Path, examples: list[Example]) -> dict[str, float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"), help="folder (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=90.0, help="of training (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=90.0, help="minutes of training (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="maximum number of steps")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the examples")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the examples")
     args = parser.parse_args()
     torch.set_num_threads(1)
     pool = ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,))
@@ -350,7 +343,7 @@ def main() -> None:
     trainer = Trainer(model, tokenizer, args.seed)
     if args.resume:
         trainer.load(checkpoint)
-    stop = threading.Event()  # an exception could interrupt a step
+    stop = threading.Event()  # ends the loop between two steps; an exception could interrupt a step
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     begin, before, losses = time.monotonic(), trainer.seconds, []
