@@ -166,13 +166,13 @@ class Record:
     """Fillings of one configuration."""
 
     configuration: Configuration
-    done: dict[Filling, tuple[int, int]] = field(default_factory=dict)
+    results: dict[Filling, tuple[int, int]] = field(default_factory=dict)
     """By filling: (recovered residues, forwards)."""
 
 
 @dataclass
 class Benchmark:
-    """All measurements so far. A configuration is reported on the fillings that it and the baseline have done."""
+    """All measurements so far. A configuration is reported on the fillings that it and the baseline have in common."""
 
     masked: dict[Filling, int]
     """Number of masked residues of each filling."""
@@ -181,21 +181,21 @@ class Benchmark:
 
     def slow(self, record: Record) -> bool:
         """Whether a configuration fills fewer than `SLOW` residues per forward, so that it gets no more seeds."""
-        forwards = sum(count for _, count in record.done.values())
-        return sum(self.masked[filling] for filling in record.done) < SLOW * forwards
+        forwards = sum(count for _, count in record.results.values())
+        return sum(self.masked[filling] for filling in record.results) < SLOW * forwards
 
     def recovery(self, record: Record, fillings: list[Filling]) -> np.ndarray:
         """Compute each chain's share of recovered residues, the mean over its fillings: [chains] float64."""
         shares: dict[str, list[float]] = {}
         for filling in fillings:
-            shares.setdefault(filling[0], []).append(record.done[filling][0] / self.masked[filling])
+            shares.setdefault(filling[0], []).append(record.results[filling][0] / self.masked[filling])
         return np.array([np.mean(values) for values in shares.values()])
 
     def summary(self, record: Record, kind: str) -> dict[str, Any]:
         """Build a row of the result, with shares in per cent, for chains of one kind; "" is both kinds."""
-        fillings = [filling for filling in record.done if filling[0].endswith(kind)]
+        fillings = [filling for filling in record.results if filling[0].endswith(kind)]
         ours, base = self.recovery(record, fillings), self.recovery(self.records[0], fillings)
-        forwards = float(np.mean([record.done[filling][1] for filling in fillings]))
+        forwards = float(np.mean([record.results[filling][1] for filling in fillings]))
         return {
             "sampler": record.configuration.sampler,
             "changes": {name: to_data(value) for name, value in record.configuration.changes.items()},
@@ -314,10 +314,10 @@ def main() -> None:
 
     torch.set_num_threads(1)
     chains = read_chains()
-    kept = list(dict.fromkeys(chain.antibody for chain in chains))[arguments.skip :][: arguments.limit]
-    if not kept:
+    antibodies = list(dict.fromkeys(chain.antibody for chain in chains))[arguments.skip :][: arguments.limit]
+    if not antibodies:
         parser.error(f"--skip {arguments.skip} leaves no antibody")
-    chains = [chain for chain in chains if chain.antibody in kept]
+    chains = [chain for chain in chains if chain.antibody in antibodies]
     setup = {"model": "antiberty 0.1.3", "masked": SHARE, "seeds": arguments.seeds, "chains": len(chains)}
     setup |= {"skipped": arguments.skip}
     work = list(units(chains, arguments.seeds))
@@ -333,7 +333,7 @@ def main() -> None:
         for record in todo:
             right, forwards = fill(remembering, record.configuration, group, seed)
             for chain, *numbers in zip(group, right, forwards, strict=True):
-                record.done[chain.name, seed] = (numbers[0], numbers[1])
+                record.results[chain.name, seed] = (numbers[0], numbers[1])
         print(f"seed {seed}: {', '.join(chain.name for chain in group)}", file=sys.stderr, flush=True)
     result = {"setup": setup} | benchmark.result()
     write_result(arguments.out, result)

@@ -201,12 +201,12 @@ def prefix() -> None:
         first, before = run(rows)
         seconds, after = run(rows, share_prefix=True)
         note(f"8 x ({common} shared + 32 + 64)", [first, run(rows)[0]], seconds, before, after)
-    kept, row = None, ids(256)
+    stored, row = None, ids(256)
     for turn in range(3):
         first, before = run([row])
-        seconds, after = run([row], prefix=kept, keep_prefix=True)
+        seconds, after = run([row], prefix=stored, keep_prefix=True)
         note(f"turn {turn + 1}: 1 x ({len(row)} + 64)", [first, run([row])[0]], seconds, before, after)
-        kept, row = after.prefix, after.sequences[0].tolist() + ids(32)
+        stored, row = after.prefix, after.sequences[0].tolist() + ids(32)
     result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": result_rows}
     write_result(RESULTS / "caches_prefix.json", result)
     print(caches_prefix_table(result))

@@ -259,7 +259,7 @@ class Peaks:
 
     def __init__(self) -> None:
         self.base = resident("VmRSS")
-        self.most: dict[str, int] = {}
+        self.bytes: dict[str, int] = {}
 
     @contextmanager
     def stage(self, name: str, outside: str) -> Iterator[None]:
@@ -271,7 +271,7 @@ class Peaks:
         forget_peak()
 
     def note(self, name: str) -> None:
-        self.most[name] = max(self.most.get(name, 0), resident("VmHWM") - self.base)
+        self.bytes[name] = max(self.bytes.get(name, 0), resident("VmHWM") - self.base)
 
 
 def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int) -> dict[str, Any]:
@@ -302,15 +302,15 @@ def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int) -> dict[str,
         module.forward = peaks.stage("model", "else")(module.forward)
         module.generate(ids, max_new_tokens=canvas, max_denoising_steps=2, stability_threshold=2)
     peaks.note("else")
-    return {"who": who, "rows": rows, "peak": max(peaks.most.values()), "stages": peaks.most}
+    return {"who": who, "rows": rows, "peak": max(peaks.bytes.values()), "stages": peaks.bytes}
 
 
 def peak_alone(who: str, *sizes: int) -> dict[str, Any]:
     """Run `peak` in a new process, since memory freed by this process would hide new allocations."""
     command = [sys.executable, str(Path(__file__).resolve()), "--peak", who, *map(str, sizes)]
     environment = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).resolve().parents[1])}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def memory() -> dict[str, Any]:

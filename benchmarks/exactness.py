@@ -306,23 +306,23 @@ TREES: dict[str, Any] = {
 def samplers(drafter: TableModel) -> dict[str, CausalSampler]:
     """Create every exact method, with each setting that changes how it drafts or verifies."""
     create = paradec.samplers.create
-    named = {"token by token": create("sjd", window=1)}
+    by_name = {"token by token": create("sjd", window=1)}
     for window in (2, 4):
-        named[f"sjd, window {window}"] = create("sjd", window=window)
-    named["sjd, one-hot q"] = create("sjd", window=4, guess_distribution="one_hot")
-    named["sjd, keep"] = create("sjd", window=4, refresh="keep")
-    named["sjd, repeat"] = create("sjd", window=4, init="repeat_horizontal")
-    named["sjd, sample"] = create("sjd", window=4, init="sample_horizontal")
+        by_name[f"sjd, window {window}"] = create("sjd", window=window)
+    by_name["sjd, one-hot q"] = create("sjd", window=4, guess_distribution="one_hot")
+    by_name["sjd, keep"] = create("sjd", window=4, refresh="keep")
+    by_name["sjd, repeat"] = create("sjd", window=4, init="repeat_horizontal")
+    by_name["sjd, sample"] = create("sjd", window=4, init="sample_horizontal")
     for coupling in ("gumbel", "maximal"):
-        named[f"scd, {coupling}"] = create("scd", window=4, refresh=coupling)
-    named["jacobi"] = create("jacobi", window=4)
+        by_name[f"scd, {coupling}"] = create("scd", window=4, refresh=coupling)
+    by_name["jacobi"] = create("jacobi", window=4)
     for window in (2, 4):
-        named[f"speculative, window {window}"] = create("speculative", window=window, drafter=drafter)
+        by_name[f"speculative, window {window}"] = create("speculative", window=window, drafter=drafter)
     for rule, tree in TREES.items():
-        named[f"speculative, {rule} tree"] = create("speculative", drafter=drafter, tree=tree, rule=rule)
+        by_name[f"speculative, {rule} tree"] = create("speculative", drafter=drafter, tree=tree, rule=rule)
     grown = DynamicTree(nodes=8, depth=3, top_k=3)
-    named["speculative, dynamic tree"] = create("speculative", drafter=drafter, tree=grown, rule="naive")
-    return named
+    by_name["speculative, dynamic tree"] = create("speculative", drafter=drafter, tree=grown, rule="naive")
+    return by_name
 
 
 def branching_samplers(drafter: TableModel) -> dict[str, CausalSampler]:
@@ -393,10 +393,10 @@ def watch_deviations(sampler: CausalSampler) -> tuple[CausalSampler, list[np.nda
             window, _ = read_window(state, proposal)
             drafted = torch.nn.functional.pad(proposal.available[:, 1:], (0, 1))
             noise = proposal.quantities["uniform"][..., 0]
-            own, exact = noise < self.accept(window), noise < window.ratio().clamp(max=1)
-            verified = (own & drafted).long().cumprod(1).roll(1, 1)
+            accepted, exact = noise < self.accept(window), noise < window.ratio().clamp(max=1)
+            verified = (accepted & drafted).long().cumprod(1).roll(1, 1)
             verified[:, 0] = 1  # a draft is only looked at if all drafts before it were accepted
-            deviating.append(proposal.rows[((own != exact) & drafted & verified.bool()).any(1).numpy()])
+            deviating.append(proposal.rows[((accepted != exact) & drafted & verified.bool()).any(1).numpy()])
             return super().commit(state, proposal)
 
     return Watched(**{key: getattr(sampler, key) for key in sampler.settings()}), deviating

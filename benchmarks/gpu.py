@@ -129,7 +129,7 @@ def check_statistics(device: torch.device, scale: Scale) -> int:
     """Check the kernel against float64, for several dtypes, vocabularies, strides and temperatures; return the number
     of checks."""
     generator = torch.Generator(device).manual_seed(time.time_ns() % 2**31)
-    done = 0
+    num_checks = 0
     for vocabulary in scale.checked_vocabularies:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             for rows, temperature in scale.checked_rows:
@@ -154,8 +154,8 @@ def check_statistics(device: torch.device, scale: Scale) -> int:
                     a, b = getattr(stats, name)[good], getattr(exact, name)[good]
                     rel = 1e-5 if temperature == 1 else 1e-4
                     check(torch.allclose(a, b, rtol=rel, atol=1e-6), f"{what}: {name}")
-                done += 1
-    return done
+                num_checks += 1
+    return num_checks
 
 
 def reference_statistics(logits: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def check_steps(device: torch.device, scale: Scale) -> int:
         "num_key_value_heads": 2, "initializer_range": 0.4,
     }  # fmt: skip
     prompts = [[[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14], [20, 21, 22]], [[5], [6, 7], [8, 9, 10], [11] * 9]]
-    done = 0
+    num_checks = 0
     for module, prediction in (
         (LlamaForCausalLM(LlamaConfig(**sizes)), "same"),
         (Qwen2ForCausalLM(Qwen2Config(**sizes)), "shifted"),
@@ -230,7 +230,7 @@ def check_steps(device: torch.device, scale: Scale) -> int:
                     what = f"captured {name} with cache {cache}, prediction {prediction}"
                     check(torch.equal(plain.canvas, graphed.canvas), f"{what}: tokens")
                     check(bool((plain.counts == graphed.counts).all()), f"{what}: counts")
-                    done += 1
+                    num_checks += 1
         request = {"sampler": "threshold", "cache": "dual", "block_length": 8, "seed": 1, "temperature": 0.7}
         batch = Batch(model, batch_size=2, compile=device.type == "cuda", **request)  # slots that are refilled
         lengths = (16, 5, 30, 9)
@@ -241,8 +241,8 @@ def check_steps(device: torch.device, scale: Scale) -> int:
             alone = paradec.generate(model, input_ids=[row], max_new_tokens=new, **request)
             same = torch.equal(ticket.output.new_tokens, alone.new_tokens)
             check(same, f"captured steps of a batch that is refilled, prediction {prediction}: tokens")
-            done += 1
-    return done
+            num_checks += 1
+    return num_checks
 
 
 def build(name: str, device: torch.device, scale: Scale) -> Any:

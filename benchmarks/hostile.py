@@ -52,7 +52,7 @@ def bodies(count: int, prompt: str, seed: int = 0) -> list[bytes]:
     """Draw `count` chat bodies with hostile `settings` or other fields, eight of them nested deeply or malformed."""
     draw = random.Random(seed)
     chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 16}
-    requests = [{**chat, "paradec": own} for own in settings()]
+    requests = [{**chat, "paradec": fields} for fields in settings()]
     for name, value in itertools.product((*chat, "temperature", "top_p", "seed", "stop", "stream", "tools"), VALUES):
         requests.append({**chat, name: value})
     for name in ("chat_template", "add_generation_prompt", "tokenize", "messages", "max_length", "raise_exception"):

@@ -146,8 +146,8 @@ def rules(ratios: Any, steps: int) -> dict[str, Callable[[float], Settings]]:
 def published(ratios: Any, steps: int) -> dict[str, Settings]:
     """List settings of public codes and papers by name. DBCache's published Fn, 8, exceeds these models' five blocks,
     so Fn is 1."""
-    named = {f"step mask {name}, module, taylor 1": {"when": step_mask(name, steps)} for name in ("slow", "medium")}
-    return named | {
+    masks = {f"step mask {name}, module, taylor 1": {"when": step_mask(name, steps)} for name in ("slow", "medium")}
+    return masks | {
         "TaylorSeer: ours, interval 5": {},
         "TaylorSeer: the paper's, interval 6 behind 3": {"when": Every(6, 3)},
         "TaylorSeer: diffusers' hook": {"when": Every(5, 3, "diffusers")},

@@ -110,7 +110,7 @@ def public_sample(folder: Path, weights: Path) -> Callable[[Structure, int, int]
         size = len(structure)
         labels = [*dict.fromkeys(structure.chains or ())]
         torch.manual_seed(seed)
-        given = {
+        features = {
             "X": structure.coordinates.float().nan_to_num(0.0)[None],
             "S": torch.zeros(1, size, dtype=torch.int64),
             "mask": structure.complete.long()[None],
@@ -125,7 +125,7 @@ def public_sample(folder: Path, weights: Path) -> Callable[[Structure, int, int]
             "symmetry_weights": [[]],
         }
         with torch.no_grad():
-            network.sample(given)
+            network.sample(features)
 
     return sample
 
@@ -138,9 +138,9 @@ def timed(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turn
     seconds: dict[str, list[float]] = {"both": [], "decoding": [], "public": []}
     for turn in range(turns + 1):
         times = [time.process_time()]
-        own = model.on(structure)
+        encoded = model.on(structure)
         times.append(time.process_time())
-        paradec.generate(own, [own.prompt()] * count, sampler="jacobi", temperature=0.1, seed=turn)
+        paradec.generate(encoded, [encoded.prompt()] * count, sampler="jacobi", temperature=0.1, seed=turn)
         times.append(time.process_time())
         sample(structure, count, turn)
         times.append(time.process_time())

@@ -16,8 +16,8 @@ def commit() -> str:
     root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
+        process = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+        return process.stdout.strip() if process.returncode == 0 else ""
 
     try:
         revision = git("rev-parse", "--short=12", "HEAD")

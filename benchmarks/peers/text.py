@@ -125,31 +125,31 @@ def dream_checkpoint(folder: Path, size: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def cases(given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+def cases(options: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     """Build the cases to run: {name: (decoder, its settings, paradec's request)}."""
-    answer = SIZES[given.size][-1]
+    answer = SIZES[options.size][-1]
     rule = {"sampler": paradec.samplers.create("threshold", threshold=0.9)}
-    found: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
+    entries: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
     for cache in ("none", "prefix", "dual"):
-        found[f"fast_dllm {cache}"] = ("fast_dllm", {"cache": cache, "threshold": 0.9}, {**rule, "cache": cache})
+        entries[f"fast_dllm {cache}"] = ("fast_dllm", {"cache": cache, "threshold": 0.9}, {**rule, "cache": cache})
     for cache in ("none", "dual"):
-        found[f"dinfer {cache}"] = ("dinfer", {"cache": cache, "threshold": 0.9}, {**rule, "cache": cache})
+        entries[f"dinfer {cache}"] = ("dinfer", {"cache": cache, "threshold": 0.9}, {**rule, "cache": cache})
     steps = answer // 2
     for name, temperature in (("llada", 0.0), ("llada sampled", 0.7)):
-        own = {"sampler": "low_confidence", "steps": steps, "temperature": temperature}
-        found[name] = ("llada", {"steps": steps, "temperature": temperature}, own)
+        ours = {"sampler": "low_confidence", "steps": steps, "temperature": temperature}
+        entries[name] = ("llada", {"steps": steps, "temperature": temperature}, ours)
     for name, drawn in (("dream", {"temperature": 0.0}), ("dream sampled", {"temperature": 0.7, "top_p": 0.95})):
-        own = {"sampler": "entropy", "steps": steps, "block_length": None, **drawn}
-        found[name] = ("dream", {"steps": steps, **drawn}, own)
-    found["dkv_cache"] = (
+        ours = {"sampler": "entropy", "steps": steps, "block_length": None, **drawn}
+        entries[name] = ("dream", {"steps": steps, **drawn}, ours)
+    entries["dkv_cache"] = (
         "dkv_cache",
         {"steps": answer, "refresh": 8},
         {"sampler": "low_confidence", "cache": paradec.caches.create("dkv_decode", refresh_interval=8)},
     )
     return {
         name: case
-        for name, case in found.items()
-        if getattr(given, case[0]) is not None and name.startswith(given.only)
+        for name, case in entries.items()
+        if getattr(options, case[0]) is not None and name.startswith(options.only)
     }
 
 
@@ -217,7 +217,7 @@ def main() -> None:
         draw = torch.Generator().manual_seed(1)
         prompt = torch.randint(0, vocab - 2, (1, prompt_length), generator=draw)
         models = {name: paradec.load(folder, dtype=args.dtype) for name, folder in folders.items()}
-        for name, (reference, theirs, own) in cases(args).items():
+        for name, (reference, theirs, ours) in cases(args).items():
             folder, model = (each.get(reference, each["llada"]) for each in (folders, models))
             checkout = getattr(args, reference)
             task = {
@@ -227,7 +227,7 @@ def main() -> None:
             }  # fmt: skip
             (folder / "task.json").write_text(json.dumps(task))
             script = Path(__file__).with_name("text_reference.py")
-            request = {"max_new_tokens": answer, "block_length": 32, "eos_early_stop": False, **own}
+            request = {"max_new_tokens": answer, "block_length": 32, "eos_early_stop": False, **ours}
             contestants: list[Contestant] = [Contestant("paradec", decoder(model, prompt, request))]
             bare = Contestant("matrix products alone", products(model, contestants[0].run))
             contestants.append(bare)
@@ -237,7 +237,7 @@ def main() -> None:
                 common.alternate(contestants, args.turns, warm_up=2)
             for contestant in contestants:  # some decoders return the prompt, too
                 contestant.result = contestant.result[:, -answer:]
-            aims = {} if own.get("temperature") else {"paradec": reference}
+            aims = {} if ours.get("temperature") else {"paradec": reference}
             entries = common.report(contestants, (reference,), aims, bare.name)
             loads.append(common.load())
             result["cases"][name] = {"patched": PATCHED[reference], "contestants": entries}
