@@ -10,7 +10,7 @@ This module has the state; the loop is `paradec.samplers.causal.loop`. `committe
 else counts positions of the canvas. Prompt tokens have the lowest ranks. Every step predicts all undecided positions,
 and the next drafts are drawn from these predictions. So the first step has no drafts.
 
-Shapes: `R` rows, `W` slots, at least as many as a row has positions.
+Shapes: `R` rows, `W` slots. `W` is at least the number of positions of the longest row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paradec.samplers.masked.blocks import NEVER
 from paradec.samplers.start import answer_starts, count_new, make_trace
 
 ORDER_NAMES = {None: "random", "random": "random", "chain": "raster"}
-"""Orders (`paradec.core.orders`) by their names in a request."""
+"""Order names that a request may have, and the orders of `paradec.core.orders` that they mean."""
 
 
 def check(sampler: Any, model: Any) -> None:
@@ -57,8 +57,8 @@ def start(
 ) -> OrderedState:
     """Make the state of a request. Masks in the prompts are the positions to decode.
 
-    arguments: arguments that only causal models accept; must be None. state_type: by default `OrderedState`.
-    Raises ValueError: another argument, guidance, a prompt without masks, or an order that does not fit the prompts.
+    arguments: `grid` and `negative_prompt`, which must be None. state_type: by default `OrderedState`.
+    Raises ValueError: one of these arguments, guidance, a prompt without masks, or an order that does not fit a prompt.
     """
     facts = model.facts
     if request.guidance_scale != 1 or any(value is not None for value in arguments):
@@ -82,7 +82,7 @@ def start(
     state.committed, state.num_new = state.num_known.copy(), np.full(len(rows), num_new)
     state.answer_start = answer_starts(rows, mask)
     state.num_searched = state.answer_start.copy()
-    state.drafted[:] = 0  # the first drafts are drawn from the first step's predictions
+    state.num_drafts[:] = 0  # the first drafts are drawn from the first step's predictions
     state.max_drafts = ALL_SLOTS if sampler.window is None else sampler.window - 1
     # the loop looks for end ids by rank; `_end_rows` does so by position
     state.ends = state.ends[:0]
@@ -210,8 +210,8 @@ class OrderedState(CausalState):
         return self.num_slots(self.rows)
 
     def verified_slots(self, available: Tensor) -> Tensor:
-        drafted = np.arange(self.width) < self.drafted[self.rows, None]
-        return super().verified_slots(available) & torch.as_tensor(drafted, device=available.device)
+        has_draft = np.arange(self.width) < self.num_drafts[self.rows, None]
+        return super().verified_slots(available) & torch.as_tensor(has_draft, device=available.device)
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
@@ -240,9 +240,9 @@ class OrderedState(CausalState):
             slot_positions,
         )
         positions, decided, wanted_columns, slots = (torch.as_tensor(array, device=device) for array in host)
-        drafted = np.arange(self.width) < (stop - self.committed[rows])[:, None]
+        is_drafted = np.arange(self.width) < (stop - self.committed[rows])[:, None]
         tokens = self.context[torch.as_tensor(rows, device=device)]
-        slots, has_draft = slots[:, : self._period], torch.as_tensor(drafted, device=device)[:, : self._period]
+        slots, has_draft = slots[:, : self._period], torch.as_tensor(is_drafted, device=device)[:, : self._period]
         drafts = spans.drafts[torch.as_tensor(index, device=device)][:, : self._period]
         tokens = tokens.scatter(1, slots, torch.where(has_draft, drafts, tokens.gather(1, slots)))
         query = AnyOrderQuery(
@@ -278,7 +278,7 @@ class OrderedState(CausalState):
         return undecided & (query.tokens.cpu().numpy() != self.facts.mask_id)
 
     def finish_step(self, rows: np.ndarray) -> None:
-        self.drafted[rows] = self.max_drafts
+        self.num_drafts[rows] = self.max_drafts
         end_ids = self.facts.eos_token_ids if self.request.eos_early_stop else ()
         if end_ids or self.stop_strings is not None:
             self._end_rows(rows, np.array(end_ids, np.int64))

@@ -212,7 +212,7 @@ class DraftingSampler(CausalSampler):
         if isinstance(self.tree, DynamicTree):
             drafting.parents = torch.arange(-1, state.width - 1, device=state.context.device).repeat(state.batch, 1)
         if self.reads_features:
-            state.drafted[:] = 0
+            state.num_drafts[:] = 0
             if num_reread := getattr(self.drafter, "num_reread", 0):
                 shape = (len(state.context), num_reread, model.hidden_size)
                 drafting.features = torch.zeros(shape, dtype=model.dtype, device=state.context.device)
@@ -233,7 +233,7 @@ class DraftingSampler(CausalSampler):
         if not len(active) or state.width == 1:
             return
         if features is not None:
-            state.drafted[rows] = ALL_SLOTS
+            state.num_drafts[rows] = ALL_SLOTS
             branch_offset = torch.arange(state.branches, device=features.device).unsqueeze(1) * len(rows)
             features = self.drafter.fuse(
                 features[(branch_offset + torch.as_tensor(active, device=features.device)).flatten()]
@@ -316,7 +316,7 @@ class DraftingSampler(CausalSampler):
     def _select_features(self, state: CausalState, hidden: Tensor, node: Tensor) -> Tensor:
         """Select F of the hidden states [branches * R, Q, D] of a tree's call. In a row's first step, select those of
         the prompt; later, those of `node` [R, depth + 1], which is the root and the accepted nodes."""
-        is_first = state.drafted[state.rows] == 0
+        is_first = state.num_drafts[state.rows] == 0
         root = hidden.shape[1] - (1 if is_first.all() else state.width)
         width = max(root + 1, node.shape[1]) if is_first.any() else node.shape[1]
         lengths = (state.committed[state.rows] + state.shift[:, state.rows]).reshape(-1, 1)
@@ -331,8 +331,8 @@ class DraftingSampler(CausalSampler):
             return VerifiedWindow(proposal.values, proposal.quantities["accepted"])
         if self.drafter is None:
             return super().verify(state, proposal)
-        window, drafted = read_window(state, proposal)
-        return verify(window, drafted, self.accept(window), proposal.quantities["uniform"])
+        window, has_draft = read_window(state, proposal)
+        return verify(window, has_draft, self.accept(window), proposal.quantities["uniform"])
 
 
 def _join_hidden(state: CausalState, queries: list[CausalQuery]) -> Tensor:

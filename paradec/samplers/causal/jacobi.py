@@ -131,7 +131,7 @@ class Jacobi(SJD):
     def open(self, state: CausalState, model: Any) -> None:
         super().open(state, model)
         if self.group is not None:  # the first block needs the prompt's prediction first
-            state.drafted[:] = 0
+            state.num_drafts[:] = 0
 
     def verify(self, state: CausalState, proposal: Proposal) -> VerifiedWindow:
         """As in the base class; no token of a block becomes final before the block ends."""
@@ -151,7 +151,7 @@ class Jacobi(SJD):
         if self.group is not None:
             rows, iteration = proposal.rows, state.memory.read(proposal.rows)["iteration"]
             state.memory.write("iteration", rows, torch.where(count.squeeze(1) > 0, 0, iteration + 1))
-            state.drafted[rows] = ALL_SLOTS
+            state.num_drafts[rows] = ALL_SLOTS
         super().draft_window(state, proposal, verified, count)
 
 

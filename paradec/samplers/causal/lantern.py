@@ -30,11 +30,11 @@ def neighbours(codes: Tensor, tokens: Tensor, count: int) -> Tensor:
 def relaxed_probability(
     p: Tensor, x: Tensor, neighbour_ids: Tensor, additive: bool, bound: float
 ) -> tuple[Tensor, Tensor]:
-    """Return m(x) [...]: the probability of token x plus those of its nearest neighbours while their sum is within a
-    limit. Also return whether any neighbour was included, [...] bool.
+    """Return m(x) [...]: the probability of token x plus those of its nearest neighbours, as many as have a sum within
+    a limit. Also return whether any neighbour was included, [...] bool.
 
     p: [..., V]. x: [...]. neighbour_ids: [..., K], nearest first, padded with -1.
-    additive: the limit is `bound`; else (bound - 1) p(x)."""
+    additive: whether the limit is `bound`; if not, it is (bound - 1) p(x)."""
     p_x = probability(p, x)
     mass = p.gather(-1, neighbour_ids.clamp(min=0)).masked_fill(neighbour_ids < 0, 0).cumsum(-1)
     limit = torch.full_like(p_x, bound) if additive else (bound - 1) * p_x
@@ -44,8 +44,8 @@ def relaxed_probability(
 
 @dataclass(frozen=True)
 class Lantern(DraftingSampler, SJD):
-    """A draft x is accepted with probability min(1, m(x) / q(x)). m(x) is p(x) plus the probabilities of the (at most
-    `k`) nearest codes while their sum is within `delta`. A rejected draft is resampled from norm(max(0, p - q)).
+    """A draft x is accepted with probability min(1, m(x) / q(x)). m(x) is p(x) plus the probabilities of the nearest
+    codes, as many as have a sum of at most `delta`, up to `k`. A rejected draft is resampled from norm(max(0, p - q)).
 
     Not lossless: given a draft, p changes by at most `delta` in total variation (`benchmarks/exactness.py` measures the
     output). delta=0 is SJD (with a drafter: speculative decoding). Temperature 0 is greedy decoding for every delta; in

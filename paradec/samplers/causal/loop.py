@@ -97,7 +97,7 @@ class CausalSampler(Sampler):
 
     @property
     def branches(self) -> Branches | None:
-        """Further drafts that the window's forward also verifies; None if it verifies only the window."""
+        """Drafts in addition to the window, evaluated in the same forward; None: there are no such drafts."""
         return None
 
     def num_slots(self, model: Any, num_new: int) -> int:
@@ -198,7 +198,7 @@ class CausalSampler(Sampler):
         """Make a state without drafts from checked prompts.
 
         contexts: ids of each row of each branch. shift: as `CausalState.shift`.
-        starts, ends: [B] int64: begin and end of the answers. width: slots of the window. state_type: a subclass."""
+        starts, ends: [B] int64: begin and end of the answers. width: window slots. state_type: class of the state."""
         facts, device, prompts = model.facts, model.device, encoded.rows
         keys, _ = make_row_keys(request, prompts, device, encoded.copy_indices)
         allowed = allowed_tokens(facts, request, grid)
@@ -306,10 +306,10 @@ class CausalSampler(Sampler):
             notes.blocks[row] = (first, last)
         for query in proposal.cost.queries:
             count = len(query.rows)
-            drafted = state.is_draft(query)
+            is_draft = state.is_draft(query)
             if query.valid is not None:
-                drafted &= query.valid[:count].cpu().numpy()
-            index, column = drafted.nonzero()
+                is_draft &= query.valid[:count].cpu().numpy()
+            index, column = is_draft.nonzero()
             positions, tokens = (
                 tensor[:count].cpu().numpy()[index, column] for tensor in (query.positions, query.tokens)
             )

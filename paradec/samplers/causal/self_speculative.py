@@ -46,10 +46,10 @@ class SelfSpeculative(CausalSampler):
         window: slots evaluated at once: the next token and `window - 1` drafts. None means the model's block length.
         rule: "ratio" accepts a draft x with probability min(1, p(x) / q(x)). "match" accepts it if it equals a token
             drawn from p, as in the published code; this accepts less often.
-        threshold: None drafts in one call. With a number, masks are filled over several calls: each call fills the
-            masks whose token has at least this probability, and the mask with the most probable token. Then drafts
-            depend on each other, which needs rule="match".
-        adapter: whether to draft with the checkpoint's adapter; None does so if the checkpoint has one.
+        threshold: None fills all masks in one call. A number fills them over several calls: each call fills the masks
+            whose token has at least this probability, and the mask with the most probable token. Then drafts depend on
+            each other, which needs rule="match".
+        adapter: whether to draft with the checkpoint's adapter; None: if the checkpoint has one.
     """
 
     rule: str = "ratio"
@@ -118,7 +118,7 @@ class SelfSpeculative(CausalSampler):
         if bool(((state.canvas == mask) & state.is_prompt).any()):
             raise ValueError(f"the prompt contains the mask id {mask}; sampler {self.name!r} only continues prompts")
         state.drafting = Drafting(model, *np.zeros((2, state.batch), np.int64))
-        state.drafted[:] = 0
+        state.num_drafts[:] = 0
 
     # ---- step -----------------------------------------------------------------------------------------------------
 
@@ -139,13 +139,13 @@ class SelfSpeculative(CausalSampler):
         return notes
 
     def verify(self, state: CausalState, proposal: Proposal) -> VerifiedWindow:
-        window, drafted = read_window(state, proposal)
+        window, has_draft = read_window(state, proposal)
         uniform = proposal.quantities["uniform"]
-        return verify(window, drafted, self.accept(window), uniform, resample=self.rule == "ratio")
+        return verify(window, has_draft, self.accept(window), uniform, resample=self.rule == "ratio")
 
     def draft_window(self, state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor) -> None:
         rows = proposal.rows[state.end[proposal.rows] - state.committed[proposal.rows] > 1]
-        state.drafted[proposal.rows] = 0
+        state.num_drafts[proposal.rows] = 0
         if len(rows) and state.width > 1:
             self._draft_block(state, rows)
 
@@ -164,7 +164,7 @@ class SelfSpeculative(CausalSampler):
         else:
             drafts = self._fill_by_confidence(state, rows, masks)
         write_drafts(state, rows, drafts, q)
-        state.drafted[rows] = state.width - 1
+        state.num_drafts[rows] = state.width - 1
         if state.constraint is not None:
             state.constraint.draft_certain(state, rows)
 
@@ -245,10 +245,10 @@ def _make_verify_query(state: CausalState, index: np.ndarray, evaluated: np.ndar
     visible = (position[:, :, None] - is_mask[:, None] >= position[:, None, :]) & ~is_mask
     visible |= np.eye(len(is_mask), dtype=bool)
     row_index = torch.as_tensor(store_rows, device=device)
-    drafted = state.memory.read(rows)["drafts"].repeat(state.branches, 1)
+    drafts = state.memory.read(rows)["drafts"].repeat(state.branches, 1)
     draft_slot = torch.as_tensor(column - last_position - 1, device=device)
     final = state.context[row_index.unsqueeze(1), torch.as_tensor(np.minimum(column, last_position), device=device)]
-    tokens = torch.where(draft_slot < 0, final, drafted.gather(1, draft_slot.clamp(0, drafted.shape[1] - 1)))
+    tokens = torch.where(draft_slot < 0, final, drafts.gather(1, draft_slot.clamp(0, drafts.shape[1] - 1)))
     first_column = column.shape[1] if num_masks else last_position - begin
     wanted_columns = first_column + np.minimum(np.arange(state.width), count - 1)
     return VisibleQuery(

@@ -45,7 +45,7 @@ from paradec.samplers.distributions import residual, select_slots
 
 def verify(
     window: DraftWindow,
-    drafted: Tensor,
+    has_draft: Tensor,
     acceptance: Tensor,
     uniform: Tensor,
     refresh: str = "resample",
@@ -53,7 +53,7 @@ def verify(
 ) -> VerifiedWindow:
     """Verify a window of drafts, resample the first rejected draft, and redraw the slots after it.
 
-    drafted: [R, W] bool: slots with a draft; slots without one use the token sampled from p.
+    has_draft: [R, W] bool: slots with a draft; slots without one use the token sampled from p.
     acceptance: [R, W]: probability that a draft is accepted if all drafts before it are accepted (`accept`).
     uniform: [R, W, 2] in (0, 1): u, and the number that resamples a rejected draft.
     refresh: new drafts of the slots after the first rejection. "resample" and "gumbel" use the token sampled from p;
@@ -61,18 +61,18 @@ def verify(
     resample: whether a rejected draft is resampled; if not, the token sampled from p replaces it."""
     p, drafts, sampled = window.p, window.drafts, window.sampled
     slot = torch.arange(p.shape[1], device=p.device)
-    accept = drafted & (uniform[..., 0] < acceptance)  # u < min(1, p(x) / q(x))
+    accept = has_draft & (uniform[..., 0] < acceptance)  # u < min(1, p(x) / q(x))
     accepted = accept.long().cumprod(1).sum(1, keepdim=True)  # drafts before the first rejection
-    rejected = drafted & (slot == accepted)
+    rejected = has_draft & (slot == accepted)
     tokens = resampled = sampled
     if refresh == "maximal":
-        tokens, resampled = couple_maximally(window, drafted, uniform)
+        tokens, resampled = couple_maximally(window, has_draft, uniform)
     elif resample:
         # max(0, p - q) at the rejected draft
         weights = residual(select_slots(p, accepted), drafts.distributions(accepted))
         resampled = draw(weights, uniform[..., 1].gather(1, accepted))  # from norm(max(0, p - q))
     tokens = torch.where(rejected, resampled if resample else sampled, tokens)
-    unverified = drafted & (slot > accepted) if refresh == "keep" else None
+    unverified = has_draft & (slot > accepted) if refresh == "keep" else None
     unchanged = slot < accepted if unverified is None else (slot < accepted) | unverified
     return VerifiedWindow(torch.where(unchanged, drafts.tokens, tokens), accepted, unverified)
 
@@ -119,9 +119,9 @@ class SJD(CausalSampler):
         return window.ratio().clamp(max=1)  # min(1, p(x) / q(x))
 
     def verify(self, state: CausalState, proposal: Proposal) -> VerifiedWindow:
-        window, drafted = read_window(state, proposal)
+        window, has_draft = read_window(state, proposal)
         uniform = proposal.quantities["uniform"]
-        return verify(window, drafted, self.accept(window), uniform, self.refresh, self.resamples)
+        return verify(window, has_draft, self.accept(window), uniform, self.refresh, self.resamples)
 
     def draft_window(self, state: CausalState, proposal: Proposal, verified: VerifiedWindow, count: Tensor) -> None:
         rows, guesses = proposal.rows, proposal.quantities.get("guesses")
@@ -194,9 +194,9 @@ class SJD(CausalSampler):
         return specs if self.branches is None else specs | self.branches.memory()
 
 
-def couple_maximally(window: DraftWindow, drafted: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def couple_maximally(window: DraftWindow, has_draft: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """SCD's maximal coupling (arXiv 2510.24211): each slot keeps its draft with probability min(1, p / q), else it is
     resampled from the residual. Returns [R, W] int64: the tokens, and the resampled token of each slot."""
     resampled = draw(residual(window.p, window.drafts.distributions()), uniform[..., 1])
     tokens = torch.where(uniform[..., 0] < window.ratio(), window.drafts.tokens, resampled)
-    return torch.where(drafted, tokens, window.sampled), resampled
+    return torch.where(has_draft, tokens, window.sampled), resampled

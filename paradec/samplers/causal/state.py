@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DRAFT_STREAM, NOISE_STREAM = 2, 3
 """Random streams of drafts and of position noise; `paradec.core.rng` has streams 0 and 1."""
 ALL_SLOTS = np.iinfo(np.int64).max - 1
-"""Value of `CausalState.drafted`: every slot has a draft."""
+"""Value of `CausalState.num_drafts`: every slot has a draft."""
 
 
 class Spans(NamedTuple):
@@ -42,7 +42,7 @@ class Spans(NamedTuple):
     """[R, W] int64: drafts, from position `committed` on."""
     begin: np.ndarray
     stop: np.ndarray
-    """[R] int64 both: the positions to evaluate; `begin` 0 means the start of each branch's prompt."""
+    """`begin` and `stop` [R] int64: the positions to evaluate. A `begin` of 0 is the start of each branch's prompt."""
     first: np.ndarray
     wanted: int
     """Logits are read at `wanted` positions from `first` [R] on. Past a span, its last position is read again."""
@@ -112,7 +112,7 @@ class CausalState(State):
     """`Drafting`, or None without a drafter."""
     committed: np.ndarray = field(init=False, metadata=ROWS)
     row_step: np.ndarray = field(init=False, metadata=ROWS)
-    drafted: np.ndarray = field(init=False, metadata=ROWS)
+    num_drafts: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64 on the host: number of drafts in each row's window."""
     requested_end: np.ndarray = field(init=False, metadata=ROWS)
     end: np.ndarray = field(init=False, metadata=ROWS)
@@ -143,7 +143,7 @@ class CausalState(State):
         super().__post_init__()
         self.committed = self.prompt_length.copy()
         self.row_step = np.zeros(self.batch, np.int64)
-        self.drafted = np.full(self.batch, ALL_SLOTS)
+        self.num_drafts = np.full(self.batch, ALL_SLOTS)
         self.requested_end, self.end = self.length, self.length.copy()
         self.answer_start = self.prompt_length
         self.stopped = np.zeros(self.batch, bool)
@@ -225,7 +225,7 @@ class CausalState(State):
 
     def num_evaluated(self) -> np.ndarray:
         """[R] int64: number of slots of each running row's window that this step evaluates."""
-        return np.minimum(self.num_slots(self.rows), 1 + self.drafted[self.rows])
+        return np.minimum(self.num_slots(self.rows), 1 + self.num_drafts[self.rows])
 
     def num_stored(self) -> np.ndarray:
         """[B] int64: number of final tokens in the store, if the store has final tokens only."""
@@ -241,7 +241,7 @@ class CausalState(State):
         return torch.nn.functional.pad(available[:, 1:], (0, 1))
 
     def is_draft(self, query: CausalQuery) -> np.ndarray:
-        """[N, Q] bool on the host: columns of a query's first branch with drafts (or padding)."""
+        """[N, Q] bool on the host: whether a column of a query's first branch is a draft (or padding)."""
         return query.positions[: len(query.rows)].cpu().numpy() >= self.committed[query.rows, None]
 
     def finish_step(self, rows: np.ndarray) -> None:
@@ -363,14 +363,14 @@ class CausalState(State):
         row_index = torch.as_tensor(store_rows, device=device)
         positions = torch.as_tensor(np.minimum(column, stop[:, None] - 1), device=device)
         slot = torch.as_tensor(column - committed[:, None], device=device)
-        drafted = spans.drafts
-        if len(index) < len(drafted):
-            drafted = drafted[torch.as_tensor(index, device=device)]
-        drafted = torch.cat((drafted,) * self.branches)
+        drafts = spans.drafts
+        if len(index) < len(drafts):
+            drafts = drafts[torch.as_tensor(index, device=device)]
+        drafts = torch.cat((drafts,) * self.branches)
         final = self.context[row_index.unsqueeze(1), positions]
         query = CausalQuery(
             rows=rows,
-            tokens=torch.where(slot < 0, final, drafted.gather(1, slot.clamp(0, drafted.shape[1] - 1))),
+            tokens=torch.where(slot < 0, final, drafts.gather(1, slot.clamp(0, drafts.shape[1] - 1))),
             positions=positions,
             wanted=torch.as_tensor(wanted_columns, device=device),
             valid=None if valid.all() else torch.as_tensor(valid, device=device),

@@ -448,7 +448,7 @@ def make_step_query(state: CausalState, tree: TreeLayout, nodes: Tensor) -> Caus
     """Make the query that evaluates the trees of a step. nodes: [R, N] int64. Only final tokens are stored."""
     rows, num_stored = state.rows, state.num_stored()[state.rows]
     begin = np.where(num_stored > 0, num_stored + state.shift[:, rows], 0)
-    wanted_nodes = np.arange(tree.parents.shape[1]) * state.drafted[rows].any()
+    wanted_nodes = np.arange(tree.parents.shape[1]) * state.num_drafts[rows].any()
     return query_tree(state, state.store, rows, tree, nodes, begin, int(wanted_nodes.max()), wanted_nodes)
 
 

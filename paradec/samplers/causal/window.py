@@ -44,14 +44,14 @@ class DraftDistributions:
     tokens: Tensor
     """[R, W] int64: the drafts."""
     dense: Tensor
-    """[R, D, V] float: distributions of drawn drafts."""
+    """[R, D, V] float: distributions of drawn drafts; D is W, or 1 if all drafts are one-hot."""
     source: Tensor
     """[R, W] int64: index in `dense` of each slot's distribution, or UNIFORM, or ONE_HOT."""
     guess: Tensor
     """[V] float: the distribution of slots with source UNIFORM."""
 
     def probability_of(self, tokens: Tensor) -> Tensor:
-        """q(token) of tokens [R, W, G]: [R, W, G]."""
+        """Return q of G tokens per slot: tokens [R, W, G] -> [R, W, G]."""
         rows, count, size = self.dense.shape
         source = self.source.unsqueeze(-1)
         row = torch.arange(rows, device=tokens.device).view(-1, 1, 1)
@@ -64,7 +64,7 @@ class DraftDistributions:
         return self.probability_of(self.tokens.unsqueeze(-1)).squeeze(-1)
 
     def distributions(self, slot: Tensor | None = None) -> Tensor:
-        """q of slots [R, N] (None: all): [R, N, V]."""
+        """Return q [R, N, V] of slots [R, N]; None: all slots."""
         source, tokens = self.source, self.tokens
         if slot is not None:
             source, tokens = source.gather(1, slot), tokens.gather(1, slot)
@@ -168,11 +168,11 @@ def read_drafts(state: CausalState, rows: np.ndarray) -> DraftDistributions:
 
 def read_window(state: CausalState, proposal: Proposal) -> tuple[DraftWindow, Tensor]:
     """Return the window that a step verifies, and the slots with drafts, [R, W] bool."""
-    drafts, drafted = read_drafts(state, proposal.rows), state.verified_slots(proposal.available)
+    drafts, has_draft = read_drafts(state, proposal.rows), state.verified_slots(proposal.available)
     if "drafts" in proposal.quantities:  # drafts of the path that branches selected
         drafts.tokens = proposal.quantities["drafts"].clamp(min=0)
-        drafted = drafted & (proposal.quantities["drafts"] >= 0)
-    return DraftWindow(proposal.quantities["p"], drafts, proposal.values, state.embeddings), drafted
+        has_draft = has_draft & (proposal.quantities["drafts"] >= 0)
+    return DraftWindow(proposal.quantities["p"], drafts, proposal.values, state.embeddings), has_draft
 
 
 # ---- the next window ----------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class Branches(Protocol):
     """Further drafts, evaluated in the same forward as the window."""
 
     def memory(self) -> dict[str, MemorySpec]:
-        """Memory between steps."""
+        """Memory that the branches need between steps."""
 
     def check_model(self, model: Any) -> None:
         """Raise ValueError for a model that cannot evaluate branches."""

@@ -49,8 +49,8 @@ class AdaptiveBlocks(BlockPolicy):
         delimiter_threshold: tau_D, in [0, 1]; 0.3 for LLaDA and 0.5 for Dream in the paper.
         delimiters: token ids, or texts of tokens. Texts without a token are ignored; if no delimiter remains, blocks
             have the fixed length, with a warning.
-        delimiter_match: "exact" accepts tokens whose text is one of the texts (LLaDA: its newline), "ends" all tokens
-            whose text ends with one of them, such as ";\\n" (the public code for Dream lists 24 of these tokens).
+        delimiter_match: "exact" accepts tokens whose text is a delimiter (LLaDA: its newline). "ends" accepts tokens
+            whose text ends with a delimiter, such as ";\\n" (the public code for Dream lists 24 of these tokens).
         window: share of the answer's length in which delimiters are searched, rounded down. A block may be as long as
             the window, even if the window is longer than `length`.
         min_length: shortest block, at least 1 (the paper's value). With a cache, every new block costs a full forward.
@@ -161,21 +161,21 @@ def _decode_vocabulary(tokenizer: Any) -> list[str]:
 class AdaptiveBlockEnds(Feature):
     """Ends of adaptive blocks, which are unknown until a block's first step."""
 
-    opening: np.ndarray = field(metadata=ROWS)
+    is_opening: np.ndarray = field(metadata=ROWS)
     """[B] bool: rows whose block has no end yet. Such a block includes all positions that the policy reads."""
 
     why_host_only = "the host reads the ends of blocks={state.blocks} from the logits"
 
     def reads_window(self, state: Any) -> bool:
-        return bool(self.opening.any())
+        return bool(self.is_opening.any())
 
     def on_start(self, state: Any, rows: np.ndarray) -> None:
-        self.opening[rows] = True
+        self.is_opening[rows] = True
 
     def on_propose(self, state: Any, proposal: Any) -> None:
         """Set the ends of blocks that have just opened, and restrict the proposal to them."""
         rows = state.window.rows
-        index = self.opening[rows].nonzero()[0]
+        index = self.is_opening[rows].nonzero()[0]
         if not len(index):
             return
         opening_rows, device = rows[index], proposal.values.device
@@ -197,7 +197,7 @@ class AdaptiveBlockEnds(Feature):
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
         if proposal.block_end is None:
             return False
-        self.opening[proposal.rows] = False
+        self.is_opening[proposal.rows] = False
         return True
 
 

@@ -249,7 +249,7 @@ class MaskedConstraint(SpanConstraint):
         decision.selected, decision.values = selected, values
 
     def on_close(self, state: Any, proposal: Any, decision: Any, tokens: np.ndarray, ends: Ends) -> bool:
-        """Add ln(Z / Z') to `log_weight`. Z is the total mass of the span's texts, Z' that given the new tokens."""
+        """Add ln(Z / Z') to `log_weight`: Z is the total mass of the span's texts, Z' their mass given new tokens."""
         if not self._draws:
             return False
         canvas = state.canvas.cpu().numpy()
@@ -459,7 +459,7 @@ class CausalConstraint:
         draft_lists, sources = drafts.tolist(), source.tolist()
         for index, row in enumerate(rows.tolist()):
             texts, text_state = self.texts[row], self._advance(state, row)
-            num_read, num_drafted = int(self.num_read[row]), int(state.drafted[row])
+            num_read, num_drafted = int(self.num_read[row]), int(state.num_drafts[row])
             for slot in range(min(len(draft_lists[index]), int(state.length[row] - state.committed[row]))):
                 if (certain := texts.certain(text_state, num_read + slot)) is not None:
                     draft_lists[index][slot], sources[index][slot] = certain, ONE_HOT
@@ -468,6 +468,6 @@ class CausalConstraint:
                     break
                 if (text_state := texts.after(text_state, draft_lists[index][slot])) is None:
                     break
-            state.drafted[row] = num_drafted
+            state.num_drafts[row] = num_drafted
         state.memory.write("drafts", rows, drafts.new_tensor(draft_lists))
         state.memory.write("draft_source", rows, source.new_tensor(sources))

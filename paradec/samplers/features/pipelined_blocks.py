@@ -148,7 +148,7 @@ def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
 
 
 def leading_blocks(state: Any, current: Tensor) -> Tensor:
-    """Number each position's block, [R, W] int64; -1 if the block may commit no token. current: [R, W]: the tokens."""
+    """Number each position's block, [R, W] int64; -1 if the block need not commit a token. current: [R, W] tokens."""
     blocks, totals = _block_indices(state)
     undecided = (current == state.mask_id) & (blocks >= 0)
     if state.blocks.forced == "first":

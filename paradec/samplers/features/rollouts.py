@@ -25,7 +25,7 @@ class RecordedRollout(Feature):
     tokens: Tensor = field(metadata=row_layout(columns=1))
     steps: Tensor = field(metadata=row_layout(columns=1, fill=GIVEN))
     logp: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
-    drawn: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
+    logp_drawn: Tensor = field(metadata=row_layout(columns=1, fill=torch.nan))
     writes: list[list[Tensor]] | None = field(metadata=row_layout(fill=[]))
     """Each row's writes, [n, 5] float64: step, position, token, two log-probabilities. None if the method takes no
     tokens back."""
@@ -53,7 +53,7 @@ class RecordedRollout(Feature):
             tokens=canvas.masked_fill(is_outside, 0),
             steps=torch.full_like(canvas, NEVER).masked_fill(state.is_prompt | is_outside, GIVEN),
             logp=logp,
-            drawn=logp.clone(),
+            logp_drawn=logp.clone(),
             writes=[[] for _ in range(state.batch)] if masked and sampler.needs.revises else None,
             settings=request_settings(
                 state.request, {"model": state.facts.name, "sampler": sampler.name, "topology": state.facts.topology}
@@ -83,7 +83,7 @@ class RecordedRollout(Feature):
         drawn_logp = logprobs.chosen if logprobs.at_temperature is None else logprobs.at_temperature
         step = torch.as_tensor(steps, device=values.device).unsqueeze(1).expand(values.shape)
         new_steps = step if self.writes is None else step.masked_fill(values == state.facts.mask_id, NEVER)
-        targets = self.tokens, self.steps, self.logp, self.drawn
+        targets = self.tokens, self.steps, self.logp, self.logp_drawn
         for target, values_to_write in zip(targets, (values, new_steps, logprobs.chosen, drawn_logp), strict=True):
             write_columns(target, rows, positions, selected, values_to_write)
         if self.writes is not None:
@@ -114,7 +114,7 @@ class RecordedRollout(Feature):
             tokens=self.tokens[:, :width].cpu().clone(),
             step_map=self.steps[:, :width].cpu().clone(),
             logp=self.logp[:, :width].cpu().clone(),
-            logp_drawn=self.drawn[:, :width].cpu().clone() if tempered else None,
+            logp_drawn=self.logp_drawn[:, :width].cpu().clone() if tempered else None,
             length=length,
             prompt_length=torch.as_tensor(state.prompt_length).clone(),
             suppressed=_suppressed(state),

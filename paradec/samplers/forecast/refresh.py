@@ -29,8 +29,8 @@ class RunProgress:
     index: int = 0  # current step
     first: int = 0  # the scheduler's step at which the run starts (image to image)
     nodes: tuple[int, ...] = ()  # the latest two evaluated steps, newest first
-    forecasts: int = 0  # number of forecasts since the latest evaluation
-    skips: int = 0  # number of forecasts in the run
+    num_forecasts: int = 0  # number of forecasts since the latest evaluation
+    num_skips: int = 0  # number of forecasts in the run
     change: float = 0.0  # the rule's sum since the latest evaluation
     product: float = 1.0  # the rule's product since the latest evaluation
     error: float | None = None  # relative error of the latest forecast that `Verification` checked
@@ -46,10 +46,10 @@ class RunProgress:
         """Advance to the next step. full: whether this step was evaluated."""
         if full:
             self.nodes = (self.index, *self.nodes)[:2]
-            self.forecasts, self.change, self.product, self.error = 0, 0.0, 1.0, None
+            self.num_forecasts, self.change, self.product, self.error = 0, 0.0, 1.0, None
         else:
-            self.forecasts += 1
-            self.skips += 1
+            self.num_forecasts += 1
+            self.num_skips += 1
         self.index += 1
 
 
@@ -103,7 +103,7 @@ class Rule(Checked):
         return int(getattr(self, "first_enhance", 1)) - 2
 
     @property
-    def needs_total(self) -> str:
+    def why_total_needed(self) -> str:
         """First clause of the error for runs of an unknown number of steps; "" if the rule supports such runs."""
         is_unknown = self.evaluates_last and getattr(self, "num_inference_steps", None) is None
         return f"num_inference_steps=None: {type(self).__name__} evaluates the last step" if is_unknown else ""
@@ -113,7 +113,7 @@ class Rule(Checked):
 
         Raises ValueError if the rule does not support a run of `total` solver steps with this scheduler and guidance.
         """
-        if total is None and (clause := self.needs_total):
+        if total is None and (clause := self.why_total_needed):
             raise ValueError(f"{clause}, and without a pipeline the number of steps is unknown")
         return []
 
@@ -174,7 +174,7 @@ class Probe(Rule):
 
 @dataclass(frozen=True)
 class Every(StepRule):
-    """Evaluate the first `first_enhance` steps, then every `interval`-th step, counted from the last of these steps.
+    """Evaluate the first `first_enhance` steps, then every `interval`-th step, counted from `first_enhance` - 1.
 
     Args:
         interval: N, for one evaluation and N - 1 forecasts in turn; None means 5, or 2 in runs of at most 8 steps.
@@ -232,11 +232,11 @@ class Verification(StepRule):
         check_at_most("min_forecasts", self.min_forecasts, "max_forecasts", self.max_forecasts)
 
     def is_full(self, progress: RunProgress) -> bool:
-        if progress.forecasts == 0:
+        if progress.num_forecasts == 0:
             return False
-        if progress.index < self.first_enhance or progress.forecasts >= self.max_forecasts:
+        if progress.index < self.first_enhance or progress.num_forecasts >= self.max_forecasts:
             return True
-        if progress.error is None or progress.forecasts < self.min_forecasts:
+        if progress.error is None or progress.num_forecasts < self.min_forecasts:
             return False
         fraction = (progress.index - 1) / progress.total if progress.total else 0.0
         return progress.error > max(self.base_threshold * self.decay_rate**fraction, 0.1)
@@ -281,7 +281,7 @@ class AccumulatedChange(StepRule):
             check_choice("watch", self.watch, WATCH_INPUTS)
 
     @property
-    def needs_total(self) -> str:
+    def why_total_needed(self) -> str:
         return f"last_steps={self.last_steps} needs a pipeline" if self.last_steps else ""
 
     def observe_change(self, progress: RunProgress, before: Tensor, now: Tensor) -> None:
@@ -292,7 +292,7 @@ class AccumulatedChange(StepRule):
 
     def is_full(self, progress: RunProgress) -> bool:
         is_at_end = self.last_steps and progress.index >= (progress.total or 0) - self.last_steps
-        is_limit = self.max_forecasts is not None and progress.forecasts >= self.max_forecasts
+        is_limit = self.max_forecasts is not None and progress.num_forecasts >= self.max_forecasts
         return bool(progress.index < self.first_enhance or is_at_end or is_limit or progress.change >= self.threshold)
 
 

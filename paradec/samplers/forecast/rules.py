@@ -89,8 +89,8 @@ class DBCache(Probe):
         full = (
             forced
             or progress.index < self.max_warmup_steps
-            or 0 <= self.max_cached_steps <= progress.skips
-            or 0 <= self.max_continuous_cached_steps <= progress.forecasts
+            or 0 <= self.max_cached_steps <= progress.num_skips
+            or 0 <= self.max_continuous_cached_steps <= progress.num_forecasts
             or threshold == 0
         )
         if not full and threshold < 1:
@@ -114,7 +114,7 @@ class DiCache(Probe):
         threshold: limit of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".
         error: "delta_y" sums the probe's changes; "delta_minus" sums |change of the probe - change of the input|.
         probe_depth: number of first blocks, which every step evaluates.
-        retention_ratio: share of evaluated steps at the start ("delta_minus" in code: 0); the last is evaluated too.
+        retention_ratio: share of evaluated steps at the start (code for "delta_minus": 0). The last step is evaluated too.
         num_inference_steps: number of solver steps, for a transformer without a pipeline.
     """
 
@@ -248,7 +248,7 @@ class MagCache(Probe):
         ratios = self.mag_ratios.resample(total + begin)[begin:]
         progress.product *= ratios[progress.index] if progress.index < total else 1.0
         progress.change += abs(1.0 - progress.product)
-        return forced or progress.change > self.threshold or progress.forecasts >= self.max_skip_steps
+        return forced or progress.change > self.threshold or progress.num_forecasts >= self.max_skip_steps
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | self.mag_ratios.to_dict()
@@ -320,7 +320,7 @@ class SeaCache(Probe):
             or "filtered" not in memory
             or progress.index < self.retention_steps
             or progress.index >= (progress.total or 0) - self.cache_end_steps
-            or 0 < self.max_consecutive_cached <= progress.forecasts
+            or 0 < self.max_consecutive_cached <= progress.num_forecasts
         )
         if not full:
             changes = [relative_change(new, old) for new, old in zip(filtered, memory["filtered"], strict=True)]

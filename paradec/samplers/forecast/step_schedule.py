@@ -159,7 +159,7 @@ class StepMask(StepRule):
     name = "step_mask"
 
     @property
-    def needs_total(self) -> str:
+    def why_total_needed(self) -> str:
         return f"when={self.mask!r} needs a pipeline, or when=step_mask({self.mask!r}, steps) of {__name__}"
 
     def check_run(self, total: int | None, scheduler: Any = None, guidance: float | None = None) -> list[str]:

@@ -150,12 +150,12 @@ class CSpDState(ContinuousState):
     num_target_steps: int = 0
     """Number of steps that the model makes alone, one per commit, before the first drafts."""
     draws: CounterDraws | None = None
-    drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    num_draft_calls: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[B] int64 on the host: forwards of the draft model."""
 
     @property
     def draft_nfe(self) -> np.ndarray:
-        return self.drafted.copy()
+        return self.num_draft_calls.copy()
 
 
 @dataclass(kw_only=True)
@@ -184,8 +184,8 @@ class CSpD(ContinuousSampler):
     distributions to compare them. `nfe` counts the model's calls, `draft_nfe` the draft model's. As a baseline,
     `ratio=1` with `steps=nfe` makes as many calls of the model alone, with the same noise.
 
-    Of T steps the model makes the first 1 + floor(ratio T) alone. Later drafts are verified at every step that
-    `num_draft` divides, and at the last step.
+    Of T steps the model makes the first 1 + floor(ratio T) alone. Then drafts are verified at every step whose number
+    is a multiple of `num_draft`, and at the last step.
 
     `mended` (the default) changes two parts of the public code's rule. Accepted tokens are not redrawn (the code
     redraws all tokens until each has a redrawn value), so that rows do not depend on each other. A token that is never
@@ -203,8 +203,8 @@ class CSpD(ContinuousSampler):
         inner_temperature: T of the acceptance rule (`verify_drafts`), above 0.
         mended: see above.
         max_rounds: limit of the rounds that redraw rejected tokens.
-        head_steps: number of steps of both diffusion heads, 1 to 1000. Several numbers, such as (10, 1) or "10,1",
-            are for equal sections of the training steps. Steps are evenly spaced within a section.
+        head_steps: number of steps of both diffusion heads, 1 to 1000. Several numbers, such as (10, 1) or "10,1", are
+            the steps in equal sections of the training steps. Steps are evenly spaced within a section.
         temperature: factor of the noise that the heads' steps add. At 0, which needs `mended`, no draft is accepted,
             and all tokens are the means of the model's chains.
         guidance_schedule: "linear" grows from 1 towards the request's scale: 1 + (scale - 1) (S - m) / S, where m of S
@@ -290,7 +290,7 @@ class CSpD(ContinuousSampler):
             schedule=num_left,
             calls=tuple(calls),
             num_target_steps=num_target_steps,
-            drafted=np.zeros(fields["batch"], np.int64),
+            num_draft_calls=np.zeros(fields["batch"], np.int64),
             **fields,
         )
 
@@ -333,7 +333,7 @@ class CSpD(ContinuousSampler):
     def propose(
         self, state: CSpDState, outputs: list[ContinuousAnswer], queries: list[ContinuousQuery]
     ) -> CSpDProposal:
-        """Return the model's tokens; or draw drafts (which the model does not read) and verify them."""
+        """Return the model's tokens, or verified drafts, which are drawn here because the model does not read them."""
         (answer,), (query,) = outputs, queries
         assert answer.distribution is not None
         proposal = CSpDProposal(
@@ -404,7 +404,7 @@ class CSpD(ContinuousSampler):
         state.tokens = state.tokens.scatter(1, index, values)
         state.count(proposal.cost)
         if proposal.draft_cost is not None:
-            state.drafted = state.drafted + proposal.draft_cost.nfe
+            state.num_draft_calls = state.num_draft_calls + proposal.draft_cost.nfe
         state.commits += 1
         state.index += 1
         selected = torch.ones_like(proposal.positions, dtype=torch.bool)

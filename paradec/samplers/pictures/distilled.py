@@ -73,8 +73,8 @@ class CellTeacher:
 
 
 class ScaleTeacher(CellTeacher):
-    """VAR as teacher. It draws one scale per call, with a store. Its first call also evaluates all earlier scales; in
-    the public code they all see each other in that call. `masked` adds the mask used in training."""
+    """VAR as teacher. It draws one scale per call, with a store. Its first call also evaluates all earlier scales, and
+    in the public code all these scales see each other. `masked` adds the mask used in training."""
 
     def __init__(self, teacher: Any, labels: Sequence[int], request: Request, masked: bool):
         self.model, self.masked, self.scale = teacher, masked, request.guidance_scale
@@ -145,7 +145,7 @@ class DistilledState(State):
     tokens: Tensor
     """[B, N, C]: the first `num_final` tokens are final; the others are from the latest call (at first noise)."""
     ids: Tensor
-    """[B, N] int64: ids of the latest proposals (-1: none yet), or for a teacher's first call of the nearest codes."""
+    """[B, N] int64: latest proposed ids (-1: none). A teacher's first call reads the codes nearest to `tokens`."""
     split: int  # number of tokens that are codes in the result; the other tokens are vectors
     teacher: CellTeacher | None = None
     """The teacher, with its store."""
@@ -183,7 +183,7 @@ class DistilledProposal(LatentProposal):
     """Proposal of one call."""
 
     ids: Tensor
-    """[B, W] int64: a teacher's drawn codes; or a student's likeliest codes, and the nearest codes of its data."""
+    """[B, W] int64: codes drawn by a teacher, or a student's likeliest codes (at data tokens the nearest codes)."""
     first: int = 0
     """Index of the first token of `values`."""
     continuous: Tensor | None = None
@@ -194,10 +194,10 @@ class DistilledProposal(LatentProposal):
 
 @dataclass(frozen=True)
 class Distilled(Sampler):
-    """The student is called once for each stage t of `t_list`. A call leaves the first K(t) tokens unchanged, as data,
-    resets the others to the initial noise, and predicts their codes and vectors. In the result the first K(split)
-    tokens are codes, and the others vectors. K(t) is t for a student of LlamaGen; for a student of VAR it is the number
-    of tokens in the first t scales.
+    """The student is called once for each stage t of `t_list`. A call leaves the first K(t) tokens (data) unchanged,
+    resets the others to the initial noise, and predicts the codes and vectors of these others. In the result the first
+    K(split) tokens are codes, and the rest vectors. K(t) is t for a student of LlamaGen; for a student of VAR it is the
+    number of tokens in the first t scales.
 
     A student has no guidance, and only its initial noise is random. A `teacher` draws the tokens from stage
     `teacher_start` up to the second stage of `t_list`. It reads the codes nearest to the vectors of the student's first

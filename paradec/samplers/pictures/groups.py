@@ -1,4 +1,4 @@
-"""LPD's decoding by groups of positions: each call evaluates the last group's tokens, and a mask per next position.
+"""LPD's decoding by groups of positions: a call evaluates the previous group's tokens, and masks for the next group.
 
 Zhang et al., "Locality-aware Parallel Decoding for Efficient Autoregressive Image Generation", arXiv 2507.01957, and
 its public code. A step commits one group (`paradec.core.orders`), whose tokens are drawn independently. Keys and values
@@ -158,7 +158,8 @@ class GroupSampler(Sampler):
         prompt: rows of ids from `model.request`, for `groups` all of the same length.
         request: `steps` is the number of groups if the order has no group sizes. Temperature is 1 by default.
         grid: the picture's grid of cells; None: that of the model.
-        negative_prompt: rows of ids for the unconditional branch, as long as `prompt`'s; required for guidance."""
+        negative_prompt: rows of ids for the unconditional branch, each as long as the row of `prompt`; required for
+            guidance."""
         self.check_model(model)
         request = request_for(self, request, arguments)
         return self._state(model, prompt, request, model.grid() if grid is None else grid, negative_prompt)
@@ -253,8 +254,8 @@ class RankedState(OrderedState):
 
 @dataclass(frozen=True)
 class Groups(GroupSampler):
-    """Each call evaluates the tokens of the last group (at first the class) and a mask at every position of the next
-    group, whose tokens are then drawn independently.
+    """Each call evaluates the tokens of the previous group (at first the class) and a mask at every position of the
+    next group. The tokens of the next group are then drawn independently.
 
     Keys and values are stored by rank (see the module). The next call replaces the keys and values of a mask by those
     of the drawn token. Tokens and masks attend to all ranks up to the end of their own group.

@@ -96,7 +96,7 @@ def test_suppressed_tokens_and_ids_outside_the_vocabulary_are_not_drafted() -> N
     state = lookup_sampler().start(base, [[VOCAB - 1, 0, VOCAB - 1, 0]], max_new_tokens=6)
     state.canvas[0, [0, 2]] = VOCAB + 3
     PromptLookup(5, 1).fill(state, np.arange(1))
-    assert state.drafted.tolist() == [0]  # the id after the matching 0 is outside the vocabulary
+    assert state.num_drafts.tolist() == [0]  # the id after the matching 0 is outside the vocabulary
 
 
 def test_find_longest_path_equals_a_plain_loop() -> None:
@@ -280,12 +280,12 @@ def test_windows_end_after_the_draft_at_which_the_rule_stops(rule: Any, temperat
                 if rule(torch.stack(q).unsqueeze(0), drafts[:expected].unsqueeze(0)):
                     break
             if slots > 1:
-                assert state.drafted[row] == expected
+                assert state.num_drafts[row] == expected
                 lengths.add(expected)
                 assert state.draft_nfe[row] - draft_nfe[row] == expected or not was_stepped[row]
         was_stepped, draft_nfe = np.isin(np.arange(3), state.rows), state.draft_nfe.copy()
         proposal = method.step(MODEL, state)
-        evaluated = np.minimum(state.num_slots(state.rows), 1 + state.drafted[state.rows])
+        evaluated = np.minimum(state.num_slots(state.rows), 1 + state.num_drafts[state.rows])
         assert proposal.available.sum(1).tolist() == evaluated.tolist()
         method.commit(state, proposal)
     assert len(lengths) > 1
@@ -326,7 +326,7 @@ def test_windows_end_where_the_recorded_confidence_is_below_the_threshold() -> N
             method.commit(state, proposal)
             assert state.memory["drafts"][0, : len(case["drafts"])].tolist() == case["drafts"]
             expected = 1 + int((confidence[1:] >= threshold).long().cumprod(0).sum())
-            assert state.drafted[0] == expected
+            assert state.num_drafts[0] == expected
             num_inside += 1 < expected < len(confidence)
     assert num_inside
 

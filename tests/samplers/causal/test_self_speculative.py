@@ -98,10 +98,10 @@ def test_recorded_rounds(path: Path) -> None:
                     state.allowed = None  # the published loop keeps the mask's probability
                 rounds, calls = [], 0
                 while not state.done:
-                    drafts = state.memory.read(state.rows)["drafts"][0, : int(state.drafted[0])].tolist()
+                    drafts = state.memory.read(state.rows)["drafts"][0, : int(state.num_drafts[0])].tolist()
                     rounds.append((drafts, int(state.committed[0])))
                     if uniform is not None:
-                        uniform.drafted = int(state.drafted[0])
+                        uniform.drafted = int(state.num_drafts[0])
                     proposal = sampler.step(model, state)
                     if uniform is not None:  # count used numbers before the next drafts are drawn
                         draft = sampler.draft_window

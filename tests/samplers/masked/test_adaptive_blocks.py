@@ -65,7 +65,7 @@ def test_blocks_end_where_the_model_predicts_a_delimiter(name: str, cache: str, 
         with torch.inference_mode():
             while not state.done:
                 start, before = state.block_start.copy(), state.canvas.clone()
-                opening = np.flatnonzero(state.features["adaptive_blocks"].opening & state.running)
+                opening = np.flatnonzero(state.features["adaptive_blocks"].is_opening & state.running)
                 sampler.commit(state, sampler.step(model, state))
                 for row in opening:
                     length = int(state.length[row])
@@ -148,7 +148,7 @@ def test_adaptive_blocks_do_not_cross_the_blocks_of_a_block_causal_model(llada64
         while not state.done:
             running = state.running
             assert (state.block_start[running] // 8 == (state.block_end[running] - 1) // 8).all()
-            is_open = running & ~state.features["adaptive_blocks"].opening
+            is_open = running & ~state.features["adaptive_blocks"].is_opening
             lengths |= set((state.block_end - state.block_start)[is_open].tolist())
             sampler.commit(state, sampler.step(model, state))
     assert len(lengths) > 1

@@ -89,9 +89,9 @@ def draft_in_order(
 def query_block(
     state: CausalState, num_read: np.ndarray, rows: np.ndarray, size: int, mask_token_id: int
 ) -> tuple[CausalQuery, np.ndarray]:
-    """Make the query of the final tokens that the drafter has not read, right-aligned, then the last one and masks.
+    """Make the query of unread final tokens, right-aligned, and then of a block: the last final token and masks.
 
-    num_read: [R] int64: number of final tokens that the drafter has read. size: number of columns from the last one on.
+    num_read: [R] int64: number of final tokens that the drafter has read. size: number of columns of the block.
     Returns the query, and [branches * R] int64: number of unread tokens in each row of the call."""
     device, shift = state.context.device, state.shift[:, rows]
     begin = np.where(num_read > 0, num_read + shift, 0).reshape(-1)

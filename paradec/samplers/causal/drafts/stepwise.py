@@ -65,7 +65,7 @@ class DraftChain:
                 rule_q[index, slot] = (
                     soften_state(state).distribution(logits, rows, positions).squeeze(1).to(rule_q.dtype)
                 )
-                state.drafted[rows] = slot + 1
+                state.num_drafts[rows] = slot + 1
                 rows = rows[~apply_rule(self.stop, rule_q[index, : slot + 1], drafts[index, : slot + 1])]
         state.memory["drafts"], state.memory["draft_distribution"] = drafts, all_q
         state.memory["draft_source"] = torch.arange(state.width, device=drafts.device).expand(state.batch, -1)

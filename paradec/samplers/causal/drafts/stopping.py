@@ -100,7 +100,7 @@ def shorten_windows(state: CausalState, rows: np.ndarray, rule: Any) -> None:
     max_drafts = state.width - 1
     if isinstance(rule, Unconfident):
         is_confident = state.memory.read(rows)["confidence"][:, 1:max_drafts] >= rule.threshold
-        state.drafted[rows] = 1 + is_confident.long().cumprod(1).sum(1).cpu().numpy()
+        state.num_drafts[rows] = 1 + is_confident.long().cumprod(1).sum(1).cpu().numpy()
         return
     drafts = read_drafts(state, rows)
     q = drafts.distributions()
@@ -111,4 +111,4 @@ def shorten_windows(state: CausalState, rows: np.ndarray, rule: Any) -> None:
         count[active[is_stopped]] = k
         if not len(active := active[~is_stopped]):
             break
-    state.drafted[rows] = count
+    state.num_drafts[rows] = count

@@ -97,7 +97,7 @@ class PromptLookup(NamedDrafter):
             tokens, length, usable, state.ends, size, min(max_drafts, self.prompt_lookup_num_tokens)
         )
         write_drafts(state, rows, drafts, None)
-        state.drafted[rows] = count.cpu().numpy()
+        state.num_drafts[rows] = count.cpu().numpy()
         if state.constraint is not None:
             state.constraint.draft_certain(state, rows)
 
