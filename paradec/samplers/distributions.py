@@ -100,8 +100,8 @@ def divergence(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
 def filter_logits(
     logits: Tensor, top_p: float | None, top_k: int | None, min_p: float | None = None, *, sorted_ties: bool = True
 ) -> Tensor:
-    """Exclude (-inf) tokens less likely than `min_p` times the best, then all but the nucleus of mass `top_p`, then all
-    but the `top_k` best. logits: [..., V].
+    """Exclude (-inf) tokens less likely than `min_p` times the best token, then all but the nucleus of mass `top_p`,
+    then all but the `top_k` best tokens. logits: [..., V].
 
     Top-p precedes top-k, as in Dream. The token that crosses `top_p` stays, and so do all tokens with the same logit as
     the `top_k`-th. If the nucleus ends among equal tokens, `torch.sort` decides which of them stay. With
@@ -137,7 +137,7 @@ def _filter_by_rank(logits: Tensor, top_p: float | None, top_k: int | None) -> T
 
 
 def _find_min_logit(logits: Tensor, top_p: float | None, top_k: int | None) -> tuple[Tensor, Tensor]:
-    """Find the lowest logit [...] that `filter_logits` keeps, and whether all tokens with this logit stay [...] bool.
+    """Find the lowest logit [...] that `filter_logits` keeps, and [...] bool: whether all tokens with this logit stay.
     For small vocabularies on the CPU."""
     if len(parts := split_chunks(logits)) > 1:
         results = zip(*(_find_min_logit(rows, top_p, top_k) for rows in parts), strict=True)

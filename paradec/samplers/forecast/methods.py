@@ -25,8 +25,9 @@ class TaylorSeer(FeatureForecast):
     """TaylorSeer (Liu et al., arXiv 2503.06923, section 3): evaluate every N-th step.
 
     k steps after the evaluation at t, F(t - k) = sum_{i <= O} D_i F(t) k^i / i!, where D_i are backward differences.
-    Equal to `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. The presets are
-    schedules of the public code: "paper" and "flux" for FLUX.1-dev; "lite_*" have where="output".
+    Equal to `Forecast(when=Every(interval, first_enhance), how=Taylor(order), where="module")`. The presets "paper" and
+    "flux" are the public code's schedule for FLUX.1-dev. For Wan and HunyuanVideo that code spaces steps evenly. The
+    presets "lite_*" have where="output".
 
     Args:
         interval: N; None means 5, or 2 in runs of at most 8 steps.

@@ -114,7 +114,7 @@ class DiCache(Probe):
         threshold: limit of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".
         error: "delta_y" sums the probe's changes; "delta_minus" sums |change of the probe - change of the input|.
         probe_depth: number of first blocks, which every step evaluates.
-        retention_ratio: share of evaluated steps at the start (code for "delta_minus": 0). The last step is evaluated too.
+        retention_ratio: share of evaluated steps at the start ("delta_minus" code: 0). The last step is evaluated too.
         num_inference_steps: number of solver steps, for a transformer without a pipeline.
     """
 
