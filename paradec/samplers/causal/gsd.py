@@ -79,7 +79,7 @@ class GSD(SJD):
         is_member = in_range & ((p - window.p.gather(-1, x)).abs() < self.p_threshold)
         if self.d_threshold is not None and embeddings is not None:
             is_near = (embeddings[group] - embeddings[x]).square().sum(-1) < self.d_threshold
-            # as in the public code, also ids that p_threshold excludes
+            # as in the public code, ids that the probability threshold excludes count too
             has_large_id = ((group > MAX_COMPARED_ID) & in_range).any(-1, keepdim=True)
             is_member &= is_near | has_large_id
         is_member |= ranks == rank

@@ -257,8 +257,8 @@ class Groups(GroupSampler):
     """Each call evaluates the tokens of the previous group (at first the class) and a mask at every position of the
     next group. The tokens of the next group are then drawn independently.
 
-    Keys and values are stored by rank (see the module). The next call replaces the keys and values of a mask by those
-    of the drawn token. Tokens and masks attend to all ranks up to the end of their own group.
+    Keys and values are stored by rank, the index in decoding order. The next call replaces the keys and values of a
+    mask by those of the drawn token. Tokens and masks attend to all ranks up to the end of their own group.
 
     Args:
         order: order and groups of the positions: a name of `paradec.core.orders.names()`, an order from
