@@ -86,10 +86,10 @@ def load_causal(
         options["state_dict"] = gguf.read_weights(dtype)
         if ROPE_FACTORS in gguf.tensors:
             _scale_angles(gguf, hf_config)
-    quantised = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
+    has_quantization = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
     options |= files | {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
     # an ImportError without quantisation is about a device_map, not about the checkpoint
-    error_types = (ImportError, ValueError) if quantised else (ValueError,)
+    error_types = (ImportError, ValueError) if has_quantization else (ValueError,)
     with checkpoint_errors(f"the weights of {source!r} cannot be read", *error_types):
         module = read_module(cls, source, **options).eval()
     if gguf is not None:

@@ -64,14 +64,14 @@ class CheckpointError(ValueError):
 
 
 @contextmanager
-def checkpoint_errors(prefix: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert errors of `kinds` (default: ValueError) to CheckpointError with the message "prefix: reason"."""
-    kinds = kinds or (ValueError,)
+def checkpoint_errors(prefix: str, *error_types: type[Exception]) -> Iterator[None]:
+    """Convert errors of `error_types` (default: ValueError) to CheckpointError with the message "prefix: reason"."""
+    error_types = error_types or (ValueError,)
     try:
         yield
     except CheckpointError:
         raise
-    except kinds as error:
+    except error_types as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
         raise CheckpointError(f"{prefix}: {reason}") from error
 
@@ -153,10 +153,10 @@ def read_json(source: str, filename: str, revision: str | None, required: bool =
 def read_positive(config: Mapping[str, Any], name: str) -> Any:
     """A positive integer from the config, or a positive number for `FRACTIONS`. Raises CheckpointError otherwise."""
     value = config.get(name)
-    integral = name not in FRACTIONS
-    kinds = int if integral else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not is_finite(value) or value <= 0:
-        kind = "integer" if integral else "number"
+    is_integer = name not in FRACTIONS
+    types = int if is_integer else (int, float)
+    if isinstance(value, bool) or not isinstance(value, types) or not is_finite(value) or value <= 0:
+        kind = "integer" if is_integer else "number"
         raise CheckpointError(f"config.json: {name}={short_repr(value)} must be a positive {kind}")
     return value
 
@@ -392,8 +392,8 @@ def read_module(
         options["dtype"] = stored["quantization_config"].get("dtype") or "auto"
     if tp_plan is not None:
         options["distributed_config"] = distributed_config(tp_plan, options["config"], source)
-    kinds = (SafetensorError, OSError, LookupError, RuntimeError, AttributeError, TypeError)
-    unreadable = checkpoint_errors(f"the weights of {source!r} cannot be read", *kinds)
+    error_types = (SafetensorError, OSError, LookupError, RuntimeError, AttributeError, TypeError)
+    unreadable = checkpoint_errors(f"the weights of {source!r} cannot be read", *error_types)
     with unreadable, silence_loading(path):
         # `problems` reports all wrong sizes; transformers would raise for the first one
         location = source if state_dict is None else None

@@ -98,11 +98,11 @@ def load_masked(
     hf_config = family.config(config)
     if family.fused is not None:
         _check_fused(source, hf_config, options)
-    quantised = is_quantised(source, config)
-    if quantised:
+    has_quantization = is_quantised(source, config)
+    if has_quantization:
         hf_config.quantization_config = config["quantization_config"]  # transformers' quantisers read the weights
     if adapter is not None:
-        adapter = _read_adapter(source, family, quantised, adapter, options)
+        adapter = _read_adapter(source, family, has_quantization, adapter, options)
     elif gguf is None and fetch(source, lora.CONFIG, revision) is not None:
         raise CheckpointError(
             f"{source!r} holds both adapter_config.json and config.json; to merge that adapter into the weights, "
@@ -114,7 +114,7 @@ def load_masked(
     headers = dict(read_weight_headers(source, revision) if gguf is None else gguf.read_weights(options["dtype"]))
     if is_int8(config):  # int8 matrices are stored as [in, out]
         headers = {name: h._replace(shape=h.shape[::-1]) if h.dtype == "int8" else h for name, h in headers.items()}
-    if quantised:  # transformers' quantiser checks names, shapes and dtypes
+    if has_quantization:  # transformers' quantiser checks names, shapes and dtypes
         names = {rename_weight(name, family.key_mapping or {}): name for name in headers}
     else:
         names = check_weights(source, headers, hf_config, family)
@@ -212,13 +212,15 @@ def _find_family(source: str, config: dict[str, Any]) -> Family:
     )
 
 
-def _read_adapter(source: str, family: Family, quantised: bool, adapter: str | LoRA, options: dict[str, Any]) -> LoRA:
+def _read_adapter(
+    source: str, family: Family, has_quantization: bool, adapter: str | LoRA, options: dict[str, Any]
+) -> LoRA:
     """Read the adapter. Raises CheckpointError if it does not work with this checkpoint or these options."""
     name = adapter if isinstance(adapter, str) else adapter.source
     problem = None
     if family.experts or family.fused is not None:
         problem = "the module arranges its matrices differently from the file"
-    elif quantised or options.get("quantization_config") is not None:
+    elif has_quantization or options.get("quantization_config") is not None:
         problem = "an adapter cannot be added to quantised weights"
     elif options.get("tp_plan") is not None:
         problem = "with tp_plan each process reads only a part of each matrix"

@@ -75,8 +75,8 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
     allowed = (*REQUIRED[kind], *OPTIONAL.get(kind, ()), *extra_fields)
     scaling: dict[str, Any] = {"rope_type": kind}
     for field, value in fields.items():
-        neutral = field == "partial_rotary_factor" and value == 1
-        if value is None or neutral or field in ("rope_type", "type", "rope_theta"):
+        is_neutral = field == "partial_rotary_factor" and value == 1
+        if value is None or is_neutral or field in ("rope_type", "type", "rope_theta"):
             continue
         if field not in allowed:
             raise CheckpointError(

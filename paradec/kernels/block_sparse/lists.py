@@ -147,14 +147,14 @@ def select_blocks(
     device = means.device
     start, stop = torch.as_tensor(np.stack((first, total)), device=device)[:, :, None, None, None]
     column = torch.arange(means.shape[-1], device=device)
-    prompt, answer = column < start, (column >= start) & (column < stop)
+    in_prompt, in_answer = column < start, (column >= start) & (column < stop)
     budgets = [budget(first, select), budget(total - first, select)]
     if joint is None:
-        selected = _highest(means, prompt, budgets[0])
+        selected = _highest(means, in_prompt, budgets[0])
     else:
-        selected = _highest(joint, column < stop, budget(total, select)) & prompt
+        selected = _highest(joint, column < stop, budget(total, select)) & in_prompt
         budgets[0] = np.minimum(budget(total, select), first)
-    selected |= _highest(means, answer, budgets[1])
+    selected |= _highest(means, in_answer, budgets[1])
     selected &= column[:, None] < stop  # queries beyond the row's end
     return BlockIndex.from_mask(selected, block_size, max_blocks=int((budgets[0] + budgets[1]).max()))
 

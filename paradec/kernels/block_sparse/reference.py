@@ -64,8 +64,8 @@ def reference_attention(
 ) -> tuple[Tensor, Tensor]:
     """Definition of `sparse_attention` over the keys in `visible` [B, H, Q, K] bool. Returns output and log-sum-exps;
     queries without keys have output 0 and log-sum-exp -inf."""
-    real = torch.arange(key.shape[2], device=key.device) < torch.tensor(lengths, device=key.device)[:, None]
-    scores = scores_of(query, key).masked_fill(~(visible & real[:, None, None]), -torch.inf)
+    is_real = torch.arange(key.shape[2], device=key.device) < torch.tensor(lengths, device=key.device)[:, None]
+    scores = scores_of(query, key).masked_fill(~(visible & is_real[:, None, None]), -torch.inf)
     value = value.double().repeat_interleave(query.shape[1] // value.shape[1], 1)
     return scores.softmax(-1).nan_to_num(0) @ value, scores.logsumexp(-1)
 

@@ -67,14 +67,14 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     programs = tiles.block.shape[1] * splits * batch * heads
     num_shares = _num_shares(programs, -(-key.shape[2] // size) if index is None else index.blocks.shape[3], device)
     # memory order (columns, heads, width), as the output projection reads it; padding columns stay 0
-    kind = value.dtype if num_shares == 1 else torch.float32
-    output = torch.zeros((num_shares, batch, columns, heads, width), dtype=kind, device=device).transpose(2, 3)
+    output_dtype = value.dtype if num_shares == 1 else torch.float32
+    output = torch.zeros((num_shares, batch, columns, heads, width), dtype=output_dtype, device=device).transpose(2, 3)
     sums = torch.full((num_shares, batch, heads, columns), -torch.inf, dtype=torch.float32, device=device)
-    host = torch.as_tensor(np.stack((lengths, rows)), dtype=torch.int32, device=device)
+    row_data = torch.as_tensor(np.stack((lengths, rows)), dtype=torch.int32, device=device)
     # without an index, the kernel does not read `count` and `blocks`: any tensor will do
-    count, blocks = (host, host) if index is None else (index.count.contiguous(), index.blocks.contiguous())
+    count, blocks = (row_data, row_data) if index is None else (index.count.contiguous(), index.blocks.contiguous())
     _attention_kernel[(tiles.block.shape[1] * splits, batch * heads, num_shares)](
-        query, key, value, output, sums, count, blocks, host, tiles.block, tiles.first, tiles.count,
+        query, key, value, output, sums, count, blocks, row_data, tiles.block, tiles.first, tiles.count,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:4],
         heads, heads // key.shape[1], columns, batch, tiles.block.shape[1],
         1 if index is None else count.shape[2], 1 if index is None else blocks.shape[3], scale,
@@ -133,9 +133,9 @@ def _load(pointer, rows, stride, inside, WIDTH: tl.constexpr, PADDED: tl.constex
 
 @triton.jit
 def _attention_kernel(
-    query, key, value, out, sums, counts, blocks, host, tile_block, tile_first, tile_count,
+    query, key, value, out, sums, counts, blocks, row_data, tile_block, tile_first, tile_count,
     query_row, query_head, query_step, key_row, key_head, key_step, value_row, value_head, value_step,
-    out_share, out_row, out_head, out_step, heads, groups, columns, batch, tiles, query_blocks, most, scale,
+    out_share, out_row, out_head, out_step, heads, groups, columns, batch, tiles, query_blocks, max_blocks, scale,
     SIZE: tl.constexpr, SPLITS: tl.constexpr, DENSE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -154,21 +154,21 @@ def _attention_kernel(
     q = _load(query + row * query_row + head * query_head, column, query_step, is_query, WIDTH, PADDED, UPCAST)
     key += row * key_row + (head // groups) * key_head
     value += row * value_row + (head // groups) * value_head
-    length = tl.load(host + row)
+    length = tl.load(row_data + row)
     if DENSE:
         num_blocks = (length + SIZE - 1) // SIZE
     else:
-        list_index = (tl.load(host + batch + row).to(tl.int64) * heads + head) * query_blocks
+        list_index = (tl.load(row_data + batch + row).to(tl.int64) * heads + head) * query_blocks
         list_index += tl.load(tile_block + row * tiles + tile)
         num_blocks = tl.load(counts + list_index)
-        blocks += list_index * most
+        blocks += list_index * max_blocks
     PARTS: tl.constexpr = (SIZE + KEYS - 1) // KEYS
     share = tl.program_id(2)
     shares = tl.num_programs(2)
-    to_bits = scale * 1.4426950408889634
+    log2_scale = scale * 1.4426950408889634
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, PADDED], tl.float32)
+    weighted_sum = tl.zeros([QUERIES, PADDED], tl.float32)
     for step in range(num_blocks * share // shares * PARTS, num_blocks * (share + 1) // shares * PARTS):
         if DENSE:
             block = step // PARTS
@@ -178,7 +178,7 @@ def _attention_kernel(
         position = block * SIZE + offset_in_block
         is_key = (offset_in_block < SIZE) & (position < length)
         k = _load(key, position, key_step, is_key, WIDTH, PADDED, UPCAST)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * to_bits
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         # a tile beyond the row's end would give -inf - -inf
@@ -187,13 +187,13 @@ def _attention_kernel(
         shrink = tl.exp2(highest - base)
         total = total * shrink + tl.sum(weights, 1)
         v = _load(value, position, value_step, is_key, WIDTH, PADDED, UPCAST)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        weighted_sum = weighted_sum * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         highest = new_highest
     has_weight = total > 0
-    mixed = mixed / tl.where(has_weight, total, 1.0)[:, None]
+    weighted_sum = weighted_sum / tl.where(has_weight, total, 1.0)[:, None]
     width = tl.arange(0, PADDED)
     addresses = out + share * out_share + row * out_row + head * out_head + column[:, None] * out_step + width[None, :]
-    tl.store(addresses, mixed.to(out.dtype.element_ty), mask=is_query[:, None] & (width[None, :] < WIDTH))
+    tl.store(addresses, weighted_sum.to(out.dtype.element_ty), mask=is_query[:, None] & (width[None, :] < WIDTH))
     lse = (highest + tl.log2(tl.where(has_weight, total, 1.0))) * 0.6931471805599453
     addresses = ((share * batch + row) * heads + head) * columns + column
     tl.store(sums + addresses, tl.where(has_weight, lse, float("-inf")), mask=is_query)
@@ -254,7 +254,7 @@ def _means_kernel(
     over_all = tl.load(sums + addresses, mask=is_query, other=0.0) * LOG2E
     addresses = ((row + rows) * heads + head) * columns + column
     over_answer = tl.load(sums + addresses, mask=is_query, other=0.0) * LOG2E
-    real = tl.minimum(SIZE, length - block * SIZE)
+    num_queries = tl.minimum(SIZE, length - block * SIZE)
     for key_block in range(0, blocks):
         norm = tl.where(key_block < first, over_all, over_answer)
         mass = tl.zeros([QUERIES], tl.float32)
@@ -266,5 +266,5 @@ def _means_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2E)
             weights = tl.exp2(scores - norm[:, None])
             mass += tl.sum(tl.where(is_key[None, :] & is_query[:, None], weights, 0.0), 1)
-        area = tl.maximum(real, 1) * tl.maximum(tl.minimum(SIZE, length - key_block * SIZE), 1)
+        area = tl.maximum(num_queries, 1) * tl.maximum(tl.minimum(SIZE, length - key_block * SIZE), 1)
         tl.store(means + key_block, tl.sum(mass, 0) / area.to(tl.float32))

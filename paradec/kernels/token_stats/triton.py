@@ -189,14 +189,14 @@ def _finish_kernel(
         down2 = tl.where(m2 == minus_inf, 0.0, (m2 - top) / temperature)
         factor = tl.where(m == minus_inf, 0.0, tl.exp(down))
         factor2 = tl.where(m2 == minus_inf, 0.0, tl.exp(down2))
-        stays = m >= m2  # equal maxima: the lower tokens stay
+        keeps_best = m >= m2  # equal maxima: the lower tokens stay
         # the best token of the part with the smaller maximum is added to that part's sum
-        mass = exp_sum + tl.where(stays | (m == minus_inf), 0.0, 1.0)
-        mass2 = exp_sum2 + tl.where(stays & (m2 > minus_inf), 1.0, 0.0)
+        mass = exp_sum + tl.where(keeps_best | (m == minus_inf), 0.0, 1.0)
+        mass2 = exp_sum2 + tl.where(keeps_best & (m2 > minus_inf), 1.0, 0.0)
         weight = factor * (weight + mass * down) + factor2 * (weight2 + mass2 * down2)
         exp_sum = factor * mass + factor2 * mass2
         second = tl.maximum(tl.minimum(m, m2), tl.maximum(second, second2))
-        best = tl.where(stays, best, best2)
+        best = tl.where(keeps_best, best, best2)
         m = top
     is_invalid = (m == minus_inf) | (m == float("inf")) | (exp_sum != exp_sum)
     peak = tl.where(is_invalid, 0.0, m)

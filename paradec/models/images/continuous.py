@@ -135,8 +135,8 @@ class DiffusionHead(nn.Module):
             fraction = (variance + 1) / 2
             log_variance = fraction * coefficients["log_beta"] + (1 - fraction) * coefficients["log_posterior"]
             std = temperature * torch.exp(0.5 * log_variance)
-            x_start = coefficients["recip"] * x - coefficients["recip_minus_one"] * epsilon
-            x = coefficients["of_start"] * x_start + coefficients["of_x"] * x
+            x_start = coefficients["inverse_signal"] * x - coefficients["noise_factor"] * epsilon
+            x = coefficients["start_factor"] * x_start + coefficients["x_factor"] * x
             if index:
                 x = x + std * noise[:, len(times) - index]
                 half_log_variance += 0.5 * log_variance
@@ -171,10 +171,10 @@ def solver(sections: tuple[int, ...]) -> tuple[list[int], dict[str, np.ndarray]]
         "log_beta": np.log(betas),
         # the variance of the first step is 0; that of the second step replaces it
         "log_posterior": np.log(np.append(posterior[1] if len(times) > 1 else betas[0], posterior[1:])),
-        "recip": np.sqrt(1 / alphas_cumprod),
-        "recip_minus_one": np.sqrt(1 / alphas_cumprod - 1),
-        "of_start": betas * np.sqrt(alphas_cumprod_prev) / (1 - alphas_cumprod),
-        "of_x": (1 - alphas_cumprod_prev) * np.sqrt(1 - betas) / (1 - alphas_cumprod),
+        "inverse_signal": np.sqrt(1 / alphas_cumprod),
+        "noise_factor": np.sqrt(1 / alphas_cumprod - 1),
+        "start_factor": betas * np.sqrt(alphas_cumprod_prev) / (1 - alphas_cumprod),
+        "x_factor": (1 - alphas_cumprod_prev) * np.sqrt(1 - betas) / (1 - alphas_cumprod),
     }
     return times, table
 

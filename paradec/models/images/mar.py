@@ -99,16 +99,16 @@ class MAR(nn.Module):
         self.diffloss = DiffusionHead(channels, width, head_width, head_depth)
 
     def encode(
-        self, tokens: Tensor, positions: Tensor, labels: Tensor, past: Keys | None = None, buffer: bool = True
+        self, tokens: Tensor, positions: Tensor, labels: Tensor, past: Keys | None = None, with_buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """Encode N known tokens of R rows. Returns [R, N, width] (class tokens prepended if `buffer`), keys and values.
+        """Encode N known tokens of R rows. Returns [R, N, width], with the class tokens first, and keys and values.
 
         Args:
             tokens: [R, N, channels]. positions: [R, N] int64, in the image, in raster order. labels: [R] int64.
-            past: keys and values of other tokens to attend to. buffer: whether to evaluate the class tokens too."""
+            past: keys and values of other tokens to attend to. with_buffer: whether to evaluate class tokens too."""
         position = self.encoder_pos_embed_learned[0]
         x = self.z_proj(tokens) + position[self.buffer + positions]
-        if buffer:
+        if with_buffer:
             null = (labels == self.classes).unsqueeze(-1)
             label = torch.where(null, self.fake_latent, self.class_emb(labels.clamp(max=self.classes - 1)))
             x = torch.cat((label.unsqueeze(1) + position[: self.buffer], x), 1)
@@ -116,22 +116,22 @@ class MAR(nn.Module):
         return self.encoder_norm(x), keys
 
     def decode(
-        self, encoded: Tensor, columns: Tensor, positions: Tensor, past: Keys | None = None, buffer: bool = True
+        self, encoded: Tensor, columns: Tensor, positions: Tensor, past: Keys | None = None, with_buffer: bool = True
     ) -> tuple[Tensor, Keys]:
         """Compute the diffusion head's conditions [R, M, width] at M positions, keys and values (class tokens first).
 
         Args:
-            encoded: from `encode` with the same `buffer`. columns: [R, N] int64: the tokens' indices in `positions`.
-            positions: [R, M] int64, in the image; masks are at those not in `columns`. past, buffer: as for
-            `encode`."""
+            encoded: from `encode`. columns: [R, N] int64: the tokens' indices in `positions`.
+            positions: [R, M] int64, in the image; masks are at those not in `columns`.
+            past: as for `encode`. with_buffer: as it was for `encode`."""
         position = self.decoder_pos_embed_learned[0]
         x = self.decoder_embed(encoded)
-        start = self.buffer if buffer else 0
+        start = self.buffer if with_buffer else 0
         image = self.mask_token.expand(len(positions), positions.shape[1], -1)
         # under autocast, the dtype of x differs from the parameter's
         image = image.scatter(1, columns.unsqueeze(-1).expand(-1, -1, image.shape[-1]), x[:, start:].to(image.dtype))
         image = image + position[self.buffer + positions]
-        if buffer:
+        if with_buffer:
             image = torch.cat((x[:, :start] + position[:start], image), 1)
         x, keys = run(self.decoder_blocks, image, past)
         return self.decoder_norm(x)[:, start:] + self.diffusion_pos_embed_learned[0][positions], keys
@@ -209,11 +209,11 @@ class MARModel(PictureModel, Adapter):
 
             null = torch.full_like(query.labels, module.classes)
             labels = torch.cat((query.labels, *[null] * (query.branches - 1)))
-            buffer = query.reused_keys is None or not query.keep_buffer
+            with_buffer = query.reused_keys is None or not query.keep_buffer
             tokens, known, targets, columns = map(repeat, (query.tokens, query.known, query.targets, query.columns))
             past = (None, None) if query.reused_keys is None else (query.reused_keys.encoder, query.reused_keys.decoder)
-            encoded, encoder = module.encode(tokens.to(module.mask_token.dtype), known, labels, past[0], buffer)
-            decoded, decoder = module.decode(encoded, columns, targets, past[1], buffer)
+            encoded, encoder = module.encode(tokens.to(module.mask_token.dtype), known, labels, past[0], with_buffer)
+            decoded, decoder = module.decode(encoded, columns, targets, past[1], with_buffer)
             index = repeat(query.wanted).unsqueeze(-1).expand(-1, -1, decoded.shape[-1])
             conditions = decoded.gather(1, index)  # [R, W, width]
             noise = query.noise.to(torch.promote_types(conditions.dtype, torch.float32)).flatten(0, 1)

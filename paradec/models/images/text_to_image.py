@@ -183,8 +183,8 @@ def load_pretrained(
     name = os.fspath(source)
     check_stored_dtypes(name, read_json(name, "config.json", revision), revision)
     options = {} if revision is None else {"revision": revision}
-    kinds = (OSError, ValueError, RuntimeError, KeyError)
-    with checkpoint_errors(f"{name!r} cannot be read as a {architecture}", *kinds):
+    error_types = (OSError, ValueError, RuntimeError, KeyError)
+    with checkpoint_errors(f"{name!r} cannot be read as a {architecture}", *error_types):
         module, info = getattr(transformers, architecture).from_pretrained(
             source, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
         )

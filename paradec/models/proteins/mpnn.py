@@ -237,7 +237,7 @@ class ProteinMPNNModel(Opaque):
             row.append(LETTERS.index(letters.pop()) if letters else MASK_ID)
         if MASK_ID not in row:
             has_ties = len(row) <= len(target)
-            hint = "; a kept letter fixes all residues tied to it: redesign all of them" if has_ties else ""
+            hint = "; to change tied residues, redesign all of them" if has_ties else ""
             name = self.names[target_index]
             raise ValueError(f"fixed, redesign, chains and the backbone of {name} leave no residue to design{hint}")
         return row
@@ -279,8 +279,8 @@ class ProteinMPNNModel(Opaque):
         check_type("orders", orders, Sequence, ": a permutation for each row")
         for order in orders:
             check_type("an entry of orders", order, Sequence, ": a permutation of the row's columns, from 0")
-            for place in order:
-                check_int("orders", place, low=0, high=size - 1)
+            for column in order:
+                check_int("orders", column, low=0, high=size - 1)
             if len(order) != size or len({*order}) != size:
                 raise ValueError(f"orders: {short_repr(order)} must list each of {size} columns once, from 0")
         if len(orders) != len(rows):
@@ -383,11 +383,11 @@ class ProteinMPNNModel(Opaque):
             columns, column_of = self.columns[target], self.columns[target].by_residue.to(tokens.device)
             span = slice(1, 1 + len(columns))
             letters = tokens[rows, span]
-            decided, positions = letters != MASK_ID, torch.arange(letters.shape[1], device=tokens.device)
-            rank = torch.where(decided, positions, torch.iinfo(torch.int64).max)
+            is_decided, positions = letters != MASK_ID, torch.arange(letters.shape[1], device=tokens.device)
+            rank = torch.where(is_decided, positions, torch.iinfo(torch.int64).max)
             if decided_at is not None:
-                rank = torch.where(decided, (decided_at[rows, span] + 1) * len(positions) + positions, rank)
-            is_evaluated, letters = evaluated[rows, span], letters.where(decided, 0)
+                rank = torch.where(is_decided, (decided_at[rows, span] + 1) * len(positions) + positions, rank)
+            is_evaluated, letters = evaluated[rows, span], letters.where(is_decided, 0)
             row, residue = is_evaluated[:, column_of].nonzero(as_tuple=True)
             states = [state[rows, : len(column_of)] for state in row_states] or None
             letters, rank = letters[:, column_of], rank[:, column_of]

@@ -58,8 +58,8 @@ class DesignRules:
         named_residues = {"ties": residues, "bias_at": self.bias_at, "omit_at": self.omit_at}
         for name, residue in ((name, residue) for name, group in named_residues.items() for residue in group):
             if isinstance(residue, str):
-                places = f"structure.find_residues({residue!r})"
-                raise ValueError(f"{name}={short_repr(residue)} must be an index from 0: {places} returns indices")
+                call = f"structure.find_residues({residue!r})"
+                raise ValueError(f"{name}={short_repr(residue)} must be an index from 0: {call} returns indices")
             check_int(name, residue, low=0)
         if repeated := [residue for residue in residues if residues.count(residue) > 1]:
             raise ValueError(f"ties={short_repr(ties)} have residue {repeated[0]} more than once")

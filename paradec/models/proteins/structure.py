@@ -253,7 +253,7 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
     # residue or other molecule -> name of an atom -> position and element
     groups: dict[tuple[str, str, str, str], dict[str, tuple[list[float], str]]] = {}
     letters: dict[tuple[str, str, str, str], str] = {}
-    protein = set[tuple[str, str, str, str]]()
+    protein_keys = set[tuple[str, str, str, str]]()
     for atom in read(path.name, data.decode("utf-8-sig", "replace")):
         if selected is not None and atom.chain not in selected or atom.residue in WATER:
             continue
@@ -266,17 +266,17 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
         key = (atom.chain, atom.number, atom.insertion, "" if is_residue else atom.residue)
         letters.setdefault(key, NAMES.get(atom.residue, "X"))
         if is_residue and atom_name == "CA":
-            protein.add(key)  # not a ligand, even if the CA counts as missing
+            protein_keys.add(key)  # not a ligand, even if the CA counts as missing
         if atom.occupancy > 0:
             groups.setdefault(key, {}).setdefault(atom_name, (atom.xyz, element))
-    residue_keys = [key for key, atoms in groups.items() if key in protein and "CA" in atoms]
+    residue_keys = [key for key, atoms in groups.items() if key in protein_keys and "CA" in atoms]
     if selected is not None and (missing_chains := sorted(selected - {key[0] for key in residue_keys})):
         raise ValueError(f"chains={short_repr(missing_chains)} are not in {path.name}")
     if not residue_keys:
         raise ValueError(f"{path.name} is not a structure: it has no residues with a CA atom")
     missing_xyz = [float("nan")] * 3
     allowed_elements = {*ELEMENTS} - {"H"}
-    ligand_atoms = [atom for key, atoms in groups.items() if key not in protein for atom in atoms.values()]
+    ligand_atoms = [atom for key, atoms in groups.items() if key not in protein_keys for atom in atoms.values()]
     ligand_atoms = [(xyz, element) for xyz, element in ligand_atoms if element in allowed_elements]
     coordinates = [[groups[key].get(atom, (missing_xyz, ""))[0] for atom in ATOMS] for key in residue_keys]
     return Structure(
