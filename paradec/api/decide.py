@@ -373,15 +373,15 @@ def build_steps(model: Any, state: Any, question: Question, template: Any) -> li
     """Encode a question as a row, and return the steps of each label. Except on causal models, the row has a mask for
     each token of the longest label. Raises ValueError for a row that is too long."""
     facts, is_causal = model.facts, model.facts.topology == "causal"
-    labels, ends = _label_ids(model, question.labels), facts.eos_token_ids
+    labels, ends = _tokenize_labels(model, question.labels), facts.eos_token_ids
     longest = max(map(len, labels))
     chat = [{"role": "user", "content": write_user_turn(state, question, template)}]
-    row, tail = _chat_ids(model, chat)
+    row, tail = _tokenize_chat(model, chat)
     start = len(row)
     if not is_causal:
         if not tail and ends:  # the end token that the template writes after an answer, else the model's first one
             answer = {"role": "assistant", "content": question.labels[0]}
-            answered, _ = _chat_ids(model, [*chat, answer], open_turn=False)
+            answered, _ = _tokenize_chat(model, [*chat, answer], open_turn=False)
             suffix = answered[len(os.path.commonprefix([row, answered])) :]
             tail = [next((token for token in suffix if token in ends), ends[0])]
         row = [*row, *[facts.hole_id] * longest, *tail]
@@ -450,7 +450,7 @@ def build_question(parsed: Any) -> Question:
     return Question(parsed.type, parsed.instructions, parsed.labels, parsed.descriptions, options)
 
 
-def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
+def _tokenize_labels(model: Any, labels: Sequence[str]) -> list[Ids]:
     """Tokenize labels. Raises ValueError for a label with unknown tokens, or with the same ids as another one."""
     tokenizer, facts = model.tokenizer, model.facts
     rows: list[Ids] = []
@@ -465,7 +465,7 @@ def _label_ids(model: Any, labels: Sequence[str]) -> list[Ids]:
     return rows
 
 
-def _chat_ids(model: Any, chat: list[dict[str, str]], open_turn: bool = True) -> tuple[list[int], list[int]]:
+def _tokenize_chat(model: Any, chat: list[dict[str, str]], open_turn: bool = True) -> tuple[list[int], list[int]]:
     """Tokenize a chat; special tokens in its contents are tokenized as plain text. Returns its ids, and the special
     tokens that a tokenizer without a chat template puts after a text."""
     tokenizer, contents = model.tokenizer, " ".join(turn["content"] for turn in chat)
@@ -503,12 +503,12 @@ def read_log_probs(
     num_tokens = sum(len(place.row) for place in ids_at) * (seeds if is_canvas else 1)
     with torch.inference_mode():
         before_call(num_tokens)
-        store, prefix_length = _shared_prefix(model, [*ids_at])
+        store, prefix_length = _evaluate_prefix(model, [*ids_at])
         forwards = 0 if store is None else 1
         for batch in (group[i : i + size] for group in by_length.values() for i in range(0, len(group), size)):
             before_call(num_tokens)
             if is_canvas:
-                logits = _first_step(model, batch, seeds)
+                logits = _evaluate_first_step(model, batch, seeds)
             else:
                 rows, prompts, positions = zip(*batch, strict=True)
                 query = build_rows_query(model, rows, [[position] for position in positions], prompts, prefix_length)
@@ -525,7 +525,7 @@ def read_log_probs(
     return log_probs, forwards
 
 
-def _shared_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
+def _evaluate_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
     """Evaluate the rows' common prefix before the first position to read. Returns a store with it, and its length; None
     and 0 if the prefix is too short for a separate call, or its keys depend on later tokens."""
     facts = model.facts
@@ -540,7 +540,7 @@ def _shared_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
     return store, length
 
 
-def _first_step(model: Any, places: Sequence[Place], seeds: int) -> Tensor:
+def _evaluate_first_step(model: Any, places: Sequence[Place], seeds: int) -> Tensor:
     """Compute logits [seeds, R, V] at places in canvases after the prompts. Positions with `HOLE` and after a row's end
     hold noise, which depends only on the seed (0, 1, ...) and the prompt."""
     width, device, count = model.facts.block_length, model.device, seeds * len(places)

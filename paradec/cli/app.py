@@ -82,7 +82,7 @@ class _OneLineErrors(TyperGroup):
         if not standalone_mode:
             return super().main(args, standalone_mode=False, **extra)
         with warnings.catch_warnings():
-            warnings.showwarning = _warn
+            warnings.showwarning = _print_warning
             try:
                 # the exit code of typer.Exit, or the command's return value
                 code = super().main(args, standalone_mode=False, **extra)
@@ -94,11 +94,11 @@ class _OneLineErrors(TyperGroup):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 code = 1
             except Exception as error:
-                code = _fail(error, self, args or sys.argv[1:])
+                code = _report_error(error, self, args or sys.argv[1:])
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _warn(message: Warning | str, *_: object, **__: object) -> None:
+def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
     show.clear_line()
     print("warning: " + " ".join(str(message).split()), file=sys.stderr)
 
@@ -145,7 +145,7 @@ def _line_of_custom_class(error: Exception) -> str | None:
     return result
 
 
-def _fail(error: Any, group: Any, words: Sequence[str]) -> int:
+def _report_error(error: Any, group: Any, words: Sequence[str]) -> int:
     # some releases of typer use click's exceptions, others a copy of them: test for the method, not for the class
     if hasattr(error, "format_message"):
         is_unknown_option = {"option_name", "possibilities"} <= vars(error).keys()

@@ -126,7 +126,7 @@ class Conversation:
                 return FAILED if has_failed and not is_terminal else 0
             try:
                 if text.lstrip().startswith("/"):
-                    self._command(text.strip())
+                    self._run_command(text.strip())
                 elif text.strip():
                     self.answer(text)
             except KeyboardInterrupt:
@@ -164,7 +164,7 @@ class Conversation:
         settings = [f"{key}={value!r}" for key, value in self.work.method.to_dict().items() if key != "sampler"]
         return f"{self.work.method.name}({', '.join(settings)}), cache {self.work.cache_name}"
 
-    def _command(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
         argument = argument.strip()
         if name == "/sampler":
@@ -172,7 +172,7 @@ class Conversation:
                 self._set_sampler(argument)
             typer.echo(self._sampler_text())
         elif name == "/trace":
-            self._trace(argument)
+            self._show_trace(argument)
         elif name == "/reset":
             self.reset()
             typer.echo("(the turns are forgotten)")
@@ -193,7 +193,7 @@ class Conversation:
         self.work.method = method
         self.work.choose_cache()
 
-    def _trace(self, file: str) -> None:
+    def _show_trace(self, file: str) -> None:
         if self.last_output is None:
             raise ValueError("there is no answer yet, and so no steps to show")
         if file:

@@ -154,7 +154,7 @@ class FileJob:
                     rows += work.encode(line.prompt).rows[:1]
                     valid.append(line)
                 except PER_PROMPT as error:
-                    line.error = _one_line(error)
+                    line.error = _to_one_line(error)
         prompts = Prompts(rows, False, [0] * len(rows)).repeat(work.num_answers).number_duplicates()
         copies = work.num_answers
         return {line.number: prompts.slice_rows(copies * i, copies * (i + 1)) for i, line in enumerate(valid)}
@@ -205,7 +205,7 @@ class Run:
             self._decode(lines)
         except PER_PROMPT as error:
             if len(lines) == 1:
-                self._write([lines[0].entry({"error": _one_line(error)})])
+                self._write([lines[0].entry({"error": _to_one_line(error)})])
             else:
                 for line in lines:
                     self.answer([line])
@@ -268,7 +268,7 @@ class DecodeRun(Run):
             raise KeyboardInterrupt
 
 
-def _one_line(error: Exception) -> str:
+def _to_one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 

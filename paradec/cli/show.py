@@ -94,7 +94,7 @@ class Answers:
             value: Any = getattr(output, name)
             fields[name] = [value] if self.is_single and value is not None else value
         fields["logprobs"] = (
-            None if output.logprobs is None else [self._logprobs(output, row) for row in range(len(new))]
+            None if output.logprobs is None else [self._list_logprobs(output, row) for row in range(len(new))]
         )
         for name, values in fields.items():
             self.rows[name] += [] if values is None else [values[row] for row in rows]
@@ -104,7 +104,7 @@ class Answers:
         if output.attention is not None:
             self.attention = _add_attention(self.attention, output.attention, rows)
 
-    def _logprobs(self, output: Output, row: int) -> list[dict[str, Any]]:
+    def _list_logprobs(self, output: Output, row: int) -> list[dict[str, Any]]:
         """List token, log-probability and likeliest tokens of each filled position of a row."""
         logprobs, entries = output.logprobs, []
         assert logprobs is not None
@@ -112,12 +112,12 @@ class Answers:
             log_p = float(logprobs.chosen[row, column])
             if log_p == log_p:  # not NaN: a step wrote the token
                 best = zip(logprobs.best_tokens[row, column].tolist(), logprobs.best[row, column].tolist(), strict=True)
-                likely = [[self._token_text(token), round(value, 4)] for token, value in best]
-                token = self._token_text(int(output.sequences[row, column]))
+                likely = [[self._decode_token(token), round(value, 4)] for token, value in best]
+                token = self._decode_token(int(output.sequences[row, column]))
                 entries.append({"token": token, "logprob": round(log_p, 4), "likely": likely})
         return entries
 
-    def _token_text(self, token: int) -> str:
+    def _decode_token(self, token: int) -> str:
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
     @property

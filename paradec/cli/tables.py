@@ -121,13 +121,13 @@ def split_docstring(cls: Any) -> tuple[str, dict[str, str]]:
     about: list[str] = []
     setting_texts: dict[str, str] = {}
     for base in reversed(getattr(cls, "__mro__", (cls,))):
-        text, sections = _sections(inspect.cleandoc(base.__doc__ or ""))
+        text, sections = _split_sections(inspect.cleandoc(base.__doc__ or ""))
         setting_texts |= sections
         about = text if base is cls else about
     return "\n\n".join(about), setting_texts
 
 
-def _sections(doc: str) -> tuple[list[str], dict[str, str]]:
+def _split_sections(doc: str) -> tuple[list[str], dict[str, str]]:
     paragraphs: list[str] = []
     sections: dict[str, str] = {}
     for block in re.split(r"\n\s*\n", doc):

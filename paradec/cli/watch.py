@@ -78,7 +78,7 @@ class LiveView:
         from rich.console import Group
         from rich.text import Text
 
-        texts, decided, total = self._rows(state)
+        texts, decided, total = self._style_rows(state)
         calls = state.nfe.tolist()
         rate = f"{decided / max(1, sum(calls)):.1f} {throughput_unit(len(calls)).removeprefix('tokens ')}"
         status = f"{decided} of {total} tokens, {format_count(max(calls), 'forward')}, {rate}"
@@ -95,7 +95,7 @@ class LiveView:
         lines = [line for text in texts for line in text.wrap(self.console, self.console.width)][-room:]
         return Group(Text(status, style="dim", no_wrap=True, overflow="crop"), *lines, legend)
 
-    def _rows(self, state: TextState) -> tuple[list[Text], int, int]:
+    def _style_rows(self, state: TextState) -> tuple[list[Text], int, int]:
         """Return the rows as styled text, and the numbers of final and of all tokens. End tokens count once per row."""
         from rich.text import Text
 

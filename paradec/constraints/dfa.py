@@ -163,16 +163,16 @@ class _Positions:
                     letters += [(low, high, (position,)) for low, high in letter.ranges]
                 else:
                     inner.append(self.add(letter, 0, position))
-            self._letters[index], self._inner[index] = self._disjoint(letters), inner
+            self._letters[index], self._inner[index] = self._split_overlaps(letters), inner
         return self._inner[index]
 
     def moves(self, positions: Positions) -> Iterator[tuple[int, int, Positions]]:
         letters = [self._letters[index] for index in positions]
-        moves = letters[0] if len(letters) == 1 else self._disjoint([move for part in letters for move in part])
+        moves = letters[0] if len(letters) == 1 else self._split_overlaps([move for part in letters for move in part])
         self.add_work(len(positions) + len(moves))
         return ((low, high, self._reached.get(target) or self.reach(target)) for low, high, target in moves)
 
-    def _disjoint(self, moves: list[tuple[int, int, Positions]]) -> list[tuple[int, int, Positions]]:
+    def _split_overlaps(self, moves: list[tuple[int, int, Positions]]) -> list[tuple[int, int, Positions]]:
         """Split overlapping ranges into ascending disjoint ranges, each with the union of the positions after it."""
         moves.sort()
         if len(moves) < 2 or all(left[1] < right[0] for left, right in zip(moves, moves[1:], strict=False)):
@@ -195,7 +195,7 @@ def to_bytes(language: Dfa) -> Dfa:
             return state
         if not language.rows[state] or language.rows[state][-1][1] < 0x80:
             return language.rows[state]
-        return _by_first((path, to) for low, high, to in language.rows[state] for path in _utf8(low, high))
+        return _by_first((path, to) for low, high, to in language.rows[state] for path in _encode(low, high))
 
     return Dfa(*explore(0, moves, lambda state: isinstance(state, int) and language.accept[state]))
 
@@ -210,19 +210,19 @@ def _by_first(paths: Iterable[tuple[Any, Any]]) -> tuple[tuple[int, int, Any], .
 
 
 @lru_cache(maxsize=2**14)
-def _utf8(first: int, last: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def _encode(first: int, last: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Encode the characters from `first` to `last` as sequences of byte ranges."""
     for bound in (0x7F, 0x7FF, 0xFFFF):
         if first <= bound < last:
-            return _utf8(first, bound) + _utf8(bound + 1, last)
+            return _encode(first, bound) + _encode(bound + 1, last)
     first_bytes, last_bytes = chr(first).encode("utf-8", "surrogatepass"), chr(last).encode("utf-8", "surrogatepass")
     for index in range(1, len(first_bytes)):  # split until both ends share leading bytes and full ranges follow
         bits = (1 << (6 * index)) - 1
         if first & ~bits != last & ~bits:
             if first & bits:
-                return _utf8(first, first | bits) + _utf8((first | bits) + 1, last)
+                return _encode(first, first | bits) + _encode((first | bits) + 1, last)
             if last & bits != bits:
-                return _utf8(first, (last & ~bits) - 1) + _utf8(last & ~bits, last)
+                return _encode(first, (last & ~bits) - 1) + _encode(last & ~bits, last)
     return (tuple(zip(first_bytes, last_bytes, strict=True)),)
 
 

@@ -116,7 +116,7 @@ class GrammarTexts:
         source = matcher.grammar_from_lark(self.grammar)
         return matcher(_make_tokenizer(self.tokenizer, self.size, self.ends), source, log_level=0)
 
-    def _matcher(self, tokens: Tokens) -> Any:
+    def _get_matcher(self, tokens: Tokens) -> Any:
         """Return the matcher after these tokens; it is in an error state if no text begins with them."""
         prefix_length = next((end for end in range(len(tokens), 0, -1) if tokens[:end] in self._matchers), 0)
         if prefix_length == len(tokens) and prefix_length:
@@ -133,7 +133,7 @@ class GrammarTexts:
     def after(self, state: Tokens, token: int) -> Tokens | None:
         """Return the state after a token; None if no text continues with the token."""
         tokens = (*state, token)
-        return None if token < 0 or not self.fits(state)[token] or self._matcher(tokens).is_error() else tokens
+        return None if token < 0 or not self.fits(state)[token] or self._get_matcher(tokens).is_error() else tokens
 
     def fits(self, state: Tokens) -> np.ndarray:
         """[V] bool: tokens that may follow. After an end token, only end tokens may."""
@@ -141,7 +141,7 @@ class GrammarTexts:
         if state and state[-1] in self.ends:
             allowed[[*self.ends]] = True
             return allowed
-        bits = np.frombuffer(self._matcher(state).compute_bitmask(), np.uint8)
+        bits = np.frombuffer(self._get_matcher(state).compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self.size].astype(bool)
 
     def excluded(self, state: Tokens, num_read: int, device: torch.device) -> Tensor:
@@ -150,7 +150,7 @@ class GrammarTexts:
 
     def accepts(self, tokens: Sequence[int]) -> bool:
         """Whether `tokens` are a complete text."""
-        return bool(self._matcher((*tokens,)).is_accepting())
+        return bool(self._get_matcher((*tokens,)).is_accepting())
 
     def certain(self, state: Tokens, num_read: int) -> int | None:
         """Return the only token that may follow; None if several may."""

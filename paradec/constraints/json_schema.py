@@ -256,11 +256,11 @@ def _comma_list(
 
 
 def string(language: Dfa | None) -> Node:
-    return sequence((QUOTE, repeat(CHARACTER) if language is None else _content(language), QUOTE))
+    return sequence((QUOTE, repeat(CHARACTER) if language is None else _escape_language(language), QUOTE))
 
 
 @lru_cache(maxsize=1024)
-def _content(language: Dfa) -> Node:
+def _escape_language(language: Dfa) -> Node:
     return to_node(language, partial(_escape_set, omits_codes=len(language.rows) > MAX_UNICODE_ESCAPES))
 
 
@@ -274,11 +274,11 @@ def _escape_set(ranges: Ranges, omits_codes: bool) -> Node:
     parts += [text("\\" + char) for code, char in ESCAPES.items() if any(a <= code <= b for a, b in ranges)]
     coded = expressions.subtract_ranges(ranges, ((32, 127), (0x10000, expressions.LAST_CHARACTER)))
     if coded and not omits_codes:
-        parts.append(sequence((text("\\u"), _codes(coded))))
+        parts.append(sequence((text("\\u"), _write_codes(coded))))
     return to_node(to_dfa(either(parts)))
 
 
-def _codes(ranges: Ranges) -> Node:
+def _write_codes(ranges: Ranges) -> Node:
     """Four hexadecimal digits, in lower case, of characters up to U+FFFF."""
 
     def moves(block: tuple[int, Ranges]) -> Iterable[tuple[int, int, tuple[int, Ranges]]]:

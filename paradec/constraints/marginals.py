@@ -35,12 +35,12 @@ class Marginals:
         self.has_invalid_logits = bool(np.isnan(self._runs[1]).any() or (self._runs[0] == np.inf).any())
         """Whether a logit is NaN or +inf; if so, no method may be called."""
         if not self.has_invalid_logits:
-            self.sums = self._class_values(self._runs[1], passes.logsumexp)
+            self.sums = self._reduce_to_classes(self._runs[1], passes.logsumexp)
             """[n, C] float64: log-probability of each class in each slot, plus the slot's constant (`norms`)."""
             self.total, self._log_g, self._backward = passes.condition(automaton, self.sums, first, last)
             """`total`: ln Z plus the sum of the slots' constants."""
 
-    def _class_values(self, runs: np.ndarray, reduce: passes.Sums) -> np.ndarray:
+    def _reduce_to_classes(self, runs: np.ndarray, reduce: passes.Sums) -> np.ndarray:
         """Reduce values [m, P] of the `P` runs to [n, C] float64; a decided slot has all mass on its token's class."""
         by_class = self.automaton.runs.by_class
         with np.errstate(divide="ignore"):
@@ -67,7 +67,7 @@ class Marginals:
 
     def best(self) -> Tensor:
         """Tokens [m] of the likeliest text; ties are resolved from the left, by the lowest id."""
-        tops = self._class_values(self._runs[0], passes.maximum)
+        tops = self._reduce_to_classes(self._runs[0], passes.maximum)
         text = passes.best(self.automaton, tops, self._likeliest_token, self.first, self.last)
         return torch.tensor([text[slot] for slot in self._open], device=self.logits.device)
 
@@ -77,7 +77,7 @@ class Marginals:
         text = passes.sample(
             self.automaton,
             lambda slot: self._runs[1, rows[slot]],
-            lambda slot, ids: self._values(rows[slot], ids),
+            lambda slot, ids: self._read_logits(rows[slot], ids),
             self._backward,
             self.tokens,
             self.first,
@@ -95,7 +95,7 @@ class Marginals:
         """ln Z: log-probability of the language."""
         return self.total - float(self.norms(self._open).sum())
 
-    def _values(self, row: int, ids: np.ndarray) -> np.ndarray:
+    def _read_logits(self, row: int, ids: np.ndarray) -> np.ndarray:
         """Logits [k] float64 of a slot's tokens `ids`."""
         logits: np.ndarray = self.logits[row][torch.as_tensor(ids, device=self.logits.device)].double().cpu().numpy()
         return logits
@@ -108,7 +108,7 @@ class Marginals:
         class_runs = runs.by_class.order[runs.by_class.owner == index]
         run = int(class_runs[self._runs[0, row, class_runs].argmax()])
         ids = runs.tokens[runs.begins[run] : runs.begins[run + 1]]
-        return int(ids[self._values(row, ids).argmax()])
+        return int(ids[self._read_logits(row, ids).argmax()])
 
 
 def _run_sums(runs: Runs, logits: Tensor) -> np.ndarray:

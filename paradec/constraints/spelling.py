@@ -50,14 +50,14 @@ class Spelling:
 
     @cached_property
     def arrays(self) -> tuple[Texts, ...]:
-        return tuple(_arrays(texts) for texts in self.texts)
+        return tuple(_to_arrays(texts) for texts in self.texts)
 
 
 Texts = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Ids [N], longest first; lengths [N]; concatenated bytes; offset of each id's bytes [N]."""
 
 
-def _arrays(texts: dict[int, bytes]) -> Texts:
+def _to_arrays(texts: dict[int, bytes]) -> Texts:
     ids = sorted(texts, key=lambda token: -len(texts[token]))
     length = np.array([len(texts[token]) for token in ids], np.int64)
     joined = np.frombuffer(b"".join(texts[token] for token in ids), np.uint8)
@@ -182,7 +182,7 @@ def build_token_automaton(
         free, literals = find_literals(source)
         spelled = _spell_literals(literals, spelling, offsets, encode, vocab_size, begin)
         source = source if spelled is None else free
-    arrays = spelling.arrays if not begin else [_arrays(texts | spelling.special) for texts in spelling.texts]
+    arrays = spelling.arrays if not begin else [_to_arrays(texts | spelling.special) for texts in spelling.texts]
     maps, map_of_token = [], np.full((vocab_size, num_contexts), -1, np.int64)
     for context, context_states in enumerate(states):
         map_ids, context_map = _walk_texts(source, context_states, arrays[context])

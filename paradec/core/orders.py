@@ -42,13 +42,13 @@ class OrderDraws:
 
     def shuffle(self, step: int, cells: np.ndarray) -> np.ndarray:
         """Put `cells` [N] int64 into a random order, for the group `step`."""
-        return cells[self._numbers(step, cells)[:, 0].argsort(kind="stable")[::-1]]
+        return cells[self._draw_numbers(step, cells)[:, 0].argsort(kind="stable")[::-1]]
 
     def choose(self, step: int, cells: np.ndarray) -> int:
         """Choose one of `cells` [N] int64 at random, for the group `step`."""
-        return int(cells[self._numbers(step, cells)[:, 1].argmax()])
+        return int(cells[self._draw_numbers(step, cells)[:, 1].argmax()])
 
-    def _numbers(self, step: int, cells: np.ndarray) -> np.ndarray:
+    def _draw_numbers(self, step: int, cells: np.ndarray) -> np.ndarray:
         key, positions = torch.tensor([self.key]), torch.as_tensor(np.array(cells)).unsqueeze(0)
         return rng.uniform(key, torch.tensor([step]), positions, 2, rng.POSITION_STREAM)[0].numpy()
 

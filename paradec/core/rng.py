@@ -84,32 +84,32 @@ def uniform(keys: Tensor, step: Tensor, position: Tensor, size: int, stream: int
         addresses = np.empty((5, rows, width), np.uint64)
         for index, numbers in enumerate(parts_of_address):
             addresses[index] = numbers
-        draws = torch.from_numpy(_uniform_on_cpu(addresses.reshape(5, -1, 1), count))
+        draws = torch.from_numpy(_draw_on_cpu(addresses.reshape(5, -1, 1), count))
     else:
         parts = (position, step, *keys.T.unsqueeze(-1), *([stream] if isinstance(stream, Tensor) else []))
         columns: list[Any] = [part.expand(rows, width).reshape(-1, 1) for part in parts]
         columns += [] if isinstance(stream, Tensor) else [stream]  # stays an int: a copy would wait for the device
-        bits = torch.stack(_two_draws(torch.arange(count, device=keys.device), columns), -1)
+        bits = torch.stack(_draw_pairs(torch.arange(count, device=keys.device), columns), -1)
         draws = (bits.double() + 0.5) * 2.0**-53
     return draws.view(rows, width, 2 * count)[..., :size]
 
 
-def _two_draws(calls: Integers, address: Sequence[Any]) -> tuple[Integers, Integers]:
+def _draw_pairs(calls: Integers, address: Sequence[Any]) -> tuple[Integers, Integers]:
     """Make two draws of 53 bits per philox call. address: position, step, the two numbers of the row key, stream."""
     position, step, key0, key1, stream = address
     a, b, c, d = philox((calls, position, step, stream), (key0, key1))
     return (a << 21) | (b >> 11), (c << 21) | (d >> 11)
 
 
-def _uniform_on_cpu(addresses: np.ndarray, count: int) -> np.ndarray:
-    """Make draws [N, count, 2] for addresses [5, N, 1] (`_two_draws`), in pieces that fit into the CPU's cache."""
+def _draw_on_cpu(addresses: np.ndarray, count: int) -> np.ndarray:
+    """Make draws [N, count, 2] for addresses [5, N, 1] (`_draw_pairs`), in pieces that fit into the CPU's cache."""
     draws = np.empty((addresses.shape[1], count, 2))
     width = min(max(count, 1), CALLS_IN_CACHE)
     height = CALLS_IN_CACHE // width
     for top, left in product(range(0, len(draws), height), range(0, count, width)):
         part = draws[top : top + height, left : left + width]
         calls = np.arange(left, left + part.shape[1], dtype=np.uint64)
-        part[..., 0], part[..., 1] = _two_draws(calls, [*addresses[:, top : top + height]])
+        part[..., 0], part[..., 1] = _draw_pairs(calls, [*addresses[:, top : top + height]])
         part += 0.5
         part *= 2.0**-53
     return draws

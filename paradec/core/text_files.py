@@ -151,7 +151,7 @@ def from_fields(cls: type[T], data: Any) -> T:
     where `check` returns its argument or raises ValueError. Raises ValueError for a missing field or another type; the
     message begins with the field's path, as in `blocks[2].size`."""
     try:
-        return cast(T, _reader(cast(Any, cls))(data))
+        return cast(T, _make_reader(cast(Any, cls))(data))
     except ValueError as error:
         raise ValueError(str(error).removeprefix(".")) from None
 
@@ -178,27 +178,27 @@ def _read_text(value: Any) -> Any:
 
 
 @functools.cache
-def _reader(kind: Any) -> Reader:
+def _make_reader(kind: Any) -> Reader:
     """Make the reader of one annotation."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in (int, float, str, Any):
         return {int: _read_int, float: _read_float, str: _read_text, Any: lambda value: value}[kind]
     if origin is Annotated:
-        read, check = _reader(arguments[0]), arguments[1]
+        read, check = _make_reader(arguments[0]), arguments[1]
         return lambda value: check(read(value))
     if origin in (UnionType, Union) and arguments[1:] == (NoneType,):
-        read = _reader(arguments[0])
+        read = _make_reader(arguments[0])
         return lambda value: None if value is None else read(value)
     if origin is list:
-        return functools.partial(_read_list, _reader(arguments[0]))
+        return functools.partial(_read_list, _make_reader(arguments[0]))
     if origin is tuple:
-        return functools.partial(_read_tuple, [_reader(entry) for entry in arguments])
+        return functools.partial(_read_tuple, [_make_reader(entry) for entry in arguments])
     if origin is dict:
-        return functools.partial(_read_dict, arguments[0], _reader(arguments[1]))
+        return functools.partial(_read_dict, arguments[0], _make_reader(arguments[1]))
     assert is_dataclass(kind), kind
     hints = get_type_hints(kind, include_extras=True)
     required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    return functools.partial(_read_object, kind, {f.name: _reader(hints[f.name]) for f in fields(kind)}, required)
+    return functools.partial(_read_object, kind, {f.name: _make_reader(hints[f.name]) for f in fields(kind)}, required)
 
 
 def _read_entries(entries: Iterable[tuple[Any, Reader, Any]]) -> list[Any]:

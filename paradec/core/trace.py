@@ -318,7 +318,7 @@ class Trace:
             beside: one or several traces of other runs, shown next to this one.
             names: names of the runs; by default their samplers.
         """
-        text: str = get_drawing("page")(self._with(beside), names)
+        text: str = get_drawing("page")(self._list_runs(beside), names)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -333,14 +333,14 @@ class Trace:
     ) -> None:
         """Write an animation. beside, names: as in `to_html`. how: arguments row, width, seconds and font of
         `paradec.tools.traces.gif.write`. Raises ImportError without pillow, and the ValueErrors of `write`."""
-        get_drawing("animation")(self._with(beside), path, names, **how)
+        get_drawing("animation")(self._list_runs(beside), path, names, **how)
 
     def plot(self, *, beside: Trace | Sequence[Trace] = (), names: Sequence[str] = ()) -> Any:
         """Plot the step at which each position became final, and each step's cost. beside, names: as in `to_html`.
         Raises ModuleNotFoundError without matplotlib."""
-        return get_drawing("plot")(self._with(beside), names)
+        return get_drawing("plot")(self._list_runs(beside), names)
 
-    def _with(self, beside: Trace | Sequence[Trace]) -> list[Trace]:
+    def _list_runs(self, beside: Trace | Sequence[Trace]) -> list[Trace]:
         return [self, beside] if isinstance(beside, Trace) else [self, *beside]
 
     def _repr_html_(self) -> str:
