@@ -160,7 +160,7 @@ class Decision:
     mass: float
     """Probability of all labels together. If it is low, the model did not understand the question."""
     log_scores: tuple[float, ...]
-    """Log-probabilities of the labels, before the temperature. With `prior`, minus those for an empty state."""
+    """Log-probabilities of the labels, before the temperature. With `prior`, minus those about an empty state."""
 
 
 class Decisions(dict[str, Decision]):

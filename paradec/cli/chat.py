@@ -100,7 +100,7 @@ class Conversation:
             typer.echo(f"{name}, {self._sampler_text()}. /help lists commands.")
             if not self.history:
                 typer.echo("Each line is answered alone (--history shows the model the earlier turns).")
-            elif self.can_reuse_turns and cache not in ("block", "canvas"):  # these are exact
+            elif self.can_reuse_turns and cache not in ("block", "canvas"):  # the two exact ones
                 typer.echo("Earlier turns are not evaluated again, which is approximate; --cache none is exact.")
             if name == "tiny-llada":
                 typer.echo("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).")

@@ -140,7 +140,7 @@ class _Positions:
         return self._ids[position]
 
     def reach(self, positions: Positions) -> Positions:
-        """Find the positions that can be reached without reading a letter; only `END` and those with letters."""
+        """Find the positions that have letters, or are `END`, and can be reached without reading a letter."""
         if positions not in self._reached:
             stack, reached = [*positions], {*positions}
             while stack:

@@ -43,7 +43,7 @@ class Members:
     writes_others: bool = False
     """Whether the subschema has `additionalProperties`. If so, answers may contain other keys."""
     is_negative: bool = False
-    """Whether these goals come from a negated subschema. Its keys are not offered as optional keys of an answer."""
+    """Whether the subschema is negated. Answers never contain its keys as optional keys."""
 
     def goal(self, key: str) -> Goal:
         goals = [self.listed[key]] if key in self.listed else []
@@ -80,7 +80,7 @@ ANYTHING = tuple(Shape(kind) for kind in TYPES)
 
 
 def merge(first: Shape, second: Shape) -> Shape | None:
-    """Intersect two shapes of one type; None if no value has both."""
+    """Intersect two shapes of one type; None if no value has both shapes."""
     is_explicit = first.is_explicit or second.is_explicit
     for shape, other in ((first, second), (second, first)):
         if shape == (EXPLICIT if shape.is_explicit else PLAIN_SHAPES)[shape.kind]:

@@ -153,7 +153,7 @@ MAX_NEXT_BYTES, MAX_LITERALS = 8, 64
 """Maximum number of next bytes inside a literal, and of literals from one state."""
 LITERAL_CONTEXTS = "", "\n", "a", '"'
 MAX_ENTRIES = 2**23
-"""Maximum number of entries of all maps between states, including those of token prefixes."""
+"""Maximum number of entries of all maps between states, including the maps of token prefixes."""
 
 
 def build_token_automaton(

@@ -37,8 +37,8 @@ class CausalQuery(Query):
 
 @dataclass
 class VisibleQuery(CausalQuery):
-    """A call over a key/value store. Whatever the model's topology, a column sees all stored positions, and of the
-    call's own columns those that are True in `visible`."""
+    """A call over a key/value store. Whatever the model's topology, a column sees all stored positions, and the call's
+    columns that are True in `visible`."""
 
 
 @dataclass(kw_only=True)

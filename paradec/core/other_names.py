@@ -49,8 +49,8 @@ PIPELINE_METHODS = {
     "pyramidattentionbroadcast": "taylorseer(order=0)",
     "pab": "taylorseer(order=0)",
 }
-"""paradec's methods for diffusers pipelines, by the `plain_name` of other libraries' methods. The last five of those
-reuse features at some steps; paradec has only similar methods."""
+"""paradec's methods for diffusers pipelines, by the `plain_name` of other libraries' methods. For the last five, which
+reuse features at some steps, paradec has only similar methods."""
 BLOCK_COUNTS = re.compile(r"(?:dbcache_?)?f(\d+)b(\d+)", re.IGNORECASE)
 """Cache-dit's notation for the numbers of first and last blocks that DBCache evaluates: "F8B0"."""
 PIPELINE_SETTINGS = {

@@ -74,7 +74,7 @@ class Registry:
         )
 
     def names(self) -> list[str]:
-        """List all names, with those of plugins."""
+        """List all names, including the names of plugins."""
         self._find_plugins()
         return list(self._targets)
 

@@ -40,7 +40,7 @@ def philox(counter: Sequence[Any], key: Sequence[Integers]) -> tuple[Integers, I
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # signed products wrap modulo 2**64: their bits are those of the unsigned products
+        # signed products wrap modulo 2**64: they have the same bits as unsigned products
         first, second = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         # c1 and c3 need only the products' lower halves; the next round or the return masks the upper halves
         c0, c2 = ((second >> 32) ^ c1 ^ k0) & MASK32, ((first >> 32) ^ c3 ^ k1) & MASK32

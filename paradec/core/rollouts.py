@@ -91,7 +91,7 @@ class Rollout:
 
     @classmethod
     def concatenate(cls, rollouts: Sequence[Rollout]) -> Rollout:
-        """Concatenate rollouts, such as those of `generate_many`; `settings` are those of the first. Raises ValueError
+        """Concatenate rollouts, e.g. of `generate_many`, with the `settings` of the first one. Raises ValueError
         for an empty list, or if model, sampler, temperature, guidance, version or approximation differ."""
         if not rollouts:
             raise ValueError("rollouts is empty; give at least one")
