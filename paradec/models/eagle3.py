@@ -145,7 +145,7 @@ class Eagle3Drafter(FeatureDrafter):
             return self.module.fuse(features.to(self.device, self.dtype))
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
-        """Logits [R, W, V] of the W wanted columns (-inf for tokens that the drafter lacks), and next features
+        """Logits [R, W, V] of the W wanted columns (-inf for tokens that the drafter lacks), and their next features
         [R, W, D]. query: must set `visible`. features: [R, Q, D]: fused features of the position before each column."""
         with torch.no_grad():
             cache = store.bind(query)

@@ -54,10 +54,10 @@ UNSUPPORTED = {
     "(model_type 'nemotron_labs_diffusion')",
     "llava_llada": "LLaDA-V reads pictures as embeddings, not as tokens. For text, load its language model with its "
     "own code and give that to paradec.wrap",
-    "wedlm": "WeDLM moves decided tokens to the front under causal attention; no sampler here does. Its weights "
-    "are those of a Qwen3 or Qwen2: load them with transformers and give the module to paradec.wrap with "
+    "wedlm": "WeDLM moves decided tokens to the front under causal attention, as no sampler of paradec does. Its "
+    "weights are those of a Qwen3 or Qwen2: load them with transformers and give the module to paradec.wrap with "
     "topology='causal' for the causal samplers",
-    "omnivoice": "OmniVoice predicts several tokens at each position; samplers here predict one. Use its own code",
+    "omnivoice": "OmniVoice predicts several tokens at each position, as no sampler of paradec does. Use its own code",
 }
 D2F = re.compile(r"D2F_(?:Dream|LLaDA)_\w+_Lora")
 """Names of D2F's adapters (SJTU-Deng-Lab/D2F_Dream_Base_7B_Lora and others; Wang et al., arXiv 2508.09192). They make a
@@ -192,7 +192,8 @@ def _find_family(source: str, config: dict[str, Any]) -> Family:
         raise CheckpointError(
             f"{source!r} has model_type={model_type!r}, and its name or block_size="
             f"{short_repr(config.get(sdar.BLOCK_NAME))} means I-DLM: a causal model that verifies drafts "
-            "in the call that makes new ones, as no sampler here does. For SDAR with such blocks give block_length=..."
+            "in the call that makes new drafts, as no sampler of paradec does. For SDAR with such blocks give "
+            "block_length=..."
         )
     if family is not None:
         return family
@@ -226,7 +227,7 @@ def _read_adapter(
         problem = "with tp_plan each process reads only a part of each matrix"
     if problem is not None:
         raise CheckpointError(
-            f"adapter={name!r} does not work for {source!r} here: {problem}; merge it with peft (merge_and_unload), "
+            f"adapter={name!r} does not work for {source!r}: {problem}; merge it with peft (merge_and_unload), "
             "save the result and load that"
         )
     return lora.read_lora(adapter) if isinstance(adapter, str) else adapter

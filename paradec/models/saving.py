@@ -98,7 +98,7 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
     if not type(module).__module__.startswith("transformers.") or not name.endswith(SAVED_CLASSES):
         raise ValueError(
             f"{model.facts.name} is not a text model from paradec.load, and {name} is not a causal or masked language "
-            "model of transformers. Its format is unknown here: save it with the code that it comes from"
+            "model of transformers. Its format is unknown: save it with the code that it comes from"
         )
     with _staging_folder(path) as staging:
         module.save_pretrained(staging, max_shard_size=max_shard_size)

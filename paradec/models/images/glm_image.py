@@ -141,7 +141,7 @@ class GlmImageModel(TextToImageModel):
         rows = [row for row in self._rows("prompts", conditions, grid) for _ in range(num_images)]
         if any(self.end in row for row in rows):
             raise ValueError(
-                "prompts hold pictures of unknown rows and columns: edit pictures with the pipeline, "
+                "prompts hold pictures, whose rows and columns are unknown: to edit pictures, use the pipeline and "
                 "paradec.accelerate(pipe, prior=...)"
             )
         return self.lay_out(rows, [()] * len(rows), grid)

@@ -2,8 +2,8 @@
 
 The network is Ministral3 under other names, with YaRN angles and queries scaled by position. It has three modes: token
 by token (`load(topology="causal")`); blocks after the prompt over a causal context ("causal_context", the default);
-block-causal (`topology="block_causal"`). Logits of causal columns predict the next token; logits of columns
-in an open block predict the column's own token."""
+block-causal (`topology="block_causal"`). Logits of causal columns predict the next token; logits of columns in an open
+block predict the column's own token."""
 
 from __future__ import annotations
 
