@@ -136,7 +136,7 @@ def _check_texts(name: str, value: Any, count: int | None = None) -> list[str]:
             f"{name}={short_repr(value)} must be different texts, none of them empty, and at least one: {example}"
         )
     if count is not None and len(texts) != count:
-        raise ValueError(f"{name}={short_repr(value)} must be {count} texts, one per option (None: letters, up to 26)")
+        raise ValueError(f"{name}={short_repr(value)} must be texts for {count} options (None: letters, up to 26)")
     check_json(name, texts)
     return texts
 
