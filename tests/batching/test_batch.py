@@ -135,7 +135,7 @@ def fields_of(output: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
-def test_rows_that_start_together_end_as_if_alone(cache: str) -> None:
+def test_rows_that_start_together_have_the_answers_of_generate(cache: str) -> None:
     model = tiny(1)
     model.tokenizer = WordTokenizer()
     shared = {**REQUEST, "cache": cache, "temperature": 0.8, "logprobs": 2, "stop_strings": ["w9"]}
@@ -165,19 +165,19 @@ def test_rows_that_start_together_end_as_if_alone(cache: str) -> None:
     with Batch(model, batch_size=9, **shared, sampler=method) as batch:
         tickets = [batch.add(row, alone=True, **changes) for row, changes in requests]
         drain(batch)
-    # the five similar prompts and the bad one fail to start together, so each starts alone
+    # the five similar prompts and the refused one cannot start together, so each starts alone
     assert method.num_started == [6, *[1] * 9]
     check(zip(requests, tickets, strict=True))
     method.num_started.clear()
-    good = requests[:5] + requests[-2:]
+    valid = requests[:5] + requests[-2:]
     with Batch(model, batch_size=9, **shared, sampler=method) as batch:
-        tickets = [batch.add(row, alone=True, **changes) for row, changes in good]
+        tickets = [batch.add(row, alone=True, **changes) for row, changes in valid]
         batch.step()
         batch.add([7])
         batch.add([8])
         drain(batch)
     assert method.num_started == [5, 2, 2]
-    check(zip(good, tickets, strict=True))
+    check(zip(valid, tickets, strict=True))
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
@@ -200,11 +200,11 @@ def test_nan_logits_end_their_prompt_alone_in_causal_models(causal: Model) -> No
     request = {"seed": 3, "max_new_tokens": 8, "suppress_tokens": [36, 37]}
     sampler = samplers.create("speculative", drafter=Failing(plain, token=36), window=4)
     tickets = decode_rows(Failing(causal, token=37), rows, 3, sampler=sampler, **request)
-    good = [row for row in rows if not {36, 37} & {*row}]
+    valid = [row for row in rows if not {36, 37} & {*row}]
     sampler = samplers.create("speculative", drafter=plain, window=4)
-    expected = paradec.generate(causal, good, sampler=sampler, **request)
-    assert [ticket_ids(t) for t, row in zip(tickets, rows) if row in good] == expected.new_tokens.tolist()
-    errors = [t.output.error for t, row in zip(tickets, rows) if row not in good]
+    expected = paradec.generate(causal, valid, sampler=sampler, **request)
+    assert [ticket_ids(t) for t, row in zip(tickets, rows) if row in valid] == expected.new_tokens.tolist()
+    errors = [t.output.error for t, row in zip(tickets, rows) if row not in valid]
     assert all(isinstance(error, FloatingPointError) for error in errors)
     assert ["drafter" in str(error) for error in errors] == [False, True]
 
@@ -213,7 +213,7 @@ def test_nan_logits_end_their_prompt_alone_in_causal_models(causal: Model) -> No
 def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
     request = {**REQUEST, "cache": cache}
     rows = [[1, 2], [1, 38, 3], [4], [38], [5, 6, 7]]
-    with Batch(Failing(model, token=38, error=RuntimeError("a row's own")), batch_size=4, **request) as batch:
+    with Batch(Failing(model, token=38, error=RuntimeError("fails at 38")), batch_size=4, **request) as batch:
         recorder = Recorder()
         tickets = [batch.add(row, streamer=recorder if row == [4] else None) for row in rows]
         later = []
@@ -226,7 +226,7 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
         assert batch.occupied == batch.waiting == 0
     for row, ticket in zip(rows, tickets):
         if 38 in row:
-            assert ticket.output is not None and "a row's own" in str(ticket.output.error)
+            assert ticket.output is not None and "fails at 38" in str(ticket.output.error)
             assert "in step" in ticket.output.error.__notes__[0]  # the step in which it was raised, without its frames
             assert ticket.output.error.__traceback__ is None
         else:
@@ -237,7 +237,7 @@ def test_a_row_whose_steps_raise_fails_alone(model: Model, cache: str) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("once"), torch.OutOfMemoryError("CUDA out of memory")])
-def test_an_error_that_comes_once_loses_nothing(model: Model, error: Exception) -> None:
+def test_no_answer_is_lost_after_one_error(model: Model, error: Exception) -> None:
     for rows, calls in ((ROWS[:4], 2), (ROWS[:3], 1)):
         kinds = [{"top_k": 3} if len(rows) == 3 and n == 1 else {} for n in range(len(rows))]
         with Batch(Failing(model, calls=calls, error=error), batch_size=4, calls_per_step=1, **REQUEST) as batch:
@@ -247,16 +247,16 @@ def test_an_error_that_comes_once_loses_nothing(model: Model, error: Exception) 
             assert ticket_ids(ticket) == decode_alone(model, row, **REQUEST, **kind)
 
 
-def test_errors_at_the_start_end_only_their_prompt(model: Model) -> None:
+def test_an_error_at_the_start_ends_only_its_prompt(model: Model) -> None:
     with Batch(model, batch_size=2, **REQUEST) as batch:
-        long, good = batch.add([1] * 600), batch.add(ROWS[0])
+        too_long, valid = batch.add([1] * 600), batch.add(ROWS[0])
         refuses(lambda: batch.add([99]), "input id 99 .* outside the vocabulary")
         refuses(lambda: batch.add([1], temperature=-1), "temperature=-1")
         refuses(lambda: batch.add([[1], [2]]), "2 rows; add them one by one")
         drain(batch)
-        assert long.output.error is not None and "longer than" in str(long.output.error)
-        assert long.output.tokens == [0] and long.output.row_nfe == [0]
-        assert good.output.error is None and good.number == 1
+        assert too_long.output.error is not None and "longer than" in str(too_long.output.error)
+        assert too_long.output.tokens == [0] and too_long.output.row_nfe == [0]
+        assert valid.output.error is None and valid.number == 1
 
 
 def test_outputs_of_cancelled_prompts_have_the_tokens_committed_so_far(model: Model) -> None:
@@ -326,16 +326,16 @@ def test_on_done_is_called_for_every_ticket_even_if_one_raises(model: Model) -> 
     def on_done(ticket: Ticket) -> None:
         called.append(ticket.number)
         if ticket.number != 1:
-            raise RuntimeError(f"nobody takes {ticket.number}")
+            raise RuntimeError(f"refused ticket {ticket.number}")
 
     with Batch(model, batch_size=4, **REQUEST) as batch:
         tickets = [batch.add([number], on_done=on_done) for number in range(3)]
         with pytest.raises(ExceptionGroup) as caught:
             drain(batch)
-        assert [str(error) for error in caught.value.exceptions] == ["nobody takes 0", "nobody takes 2"]
+        assert [str(error) for error in caught.value.exceptions] == ["refused ticket 0", "refused ticket 2"]
         assert sorted(called) == [0, 1, 2] and batch.ended() == tickets  # and no ticket is lost
         batch.add([5], on_done=on_done)
-        refuses(lambda: drain(batch), "nobody takes 3", RuntimeError)
+        refuses(lambda: drain(batch), "refused ticket 3", RuntimeError)
 
 
 @pytest.mark.parametrize("call", ["step", "close"])
@@ -357,7 +357,7 @@ def test_a_streamer_may_call_back(model: Model, call: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["threshold", "wino", "sjd"])
-def test_streamers_get_what_is_final_in_order(model: Model, causal: Model, name: str) -> None:
+def test_streamers_get_final_tokens_in_order(model: Model, causal: Model, name: str) -> None:
     adapter = causal if name == "sjd" else model
     request = {key: value for key, value in REQUEST.items() if name != "sjd" or key != "block_length"}
     recorders = [Recorder() for _ in ROWS]
@@ -372,7 +372,7 @@ def test_streamers_get_what_is_final_in_order(model: Model, causal: Model, name:
 
 
 def test_a_streamer_that_fails_ends_its_prompt_alone(model: Model) -> None:
-    class Broken(Recorder):
+    class FailingRecorder(Recorder):
         def __init__(self, failing_call: int):
             super().__init__()
             self.failing_call = failing_call
@@ -383,7 +383,7 @@ def test_a_streamer_that_fails_ends_its_prompt_alone(model: Model) -> None:
                 raise OSError("the client went away")
 
     with Batch(model, batch_size=3, **REQUEST) as batch:
-        tickets = [batch.add(row, streamer=Broken(call)) for row, call in zip(ROWS, (1, 2))]
+        tickets = [batch.add(row, streamer=FailingRecorder(call)) for row, call in zip(ROWS, (1, 2))]
         tickets += [batch.add(row) for row in ROWS[2:5]]
         drain(batch)
     assert [str(ticket.output.error) for ticket in tickets[:2]] == ["the client went away"] * 2
@@ -392,8 +392,8 @@ def test_a_streamer_that_fails_ends_its_prompt_alone(model: Model) -> None:
 
 
 @pytest.mark.parametrize("call", [0, 9])
-def test_out_of_memory_makes_batches_smaller_and_loses_nothing(model: Model, call: int) -> None:
-    class Small(Failing):
+def test_out_of_memory_makes_batches_smaller_and_loses_no_answer(model: Model, call: int) -> None:
+    class TwoRowModel(Failing):
         def __call__(self, query: Any, *store: Any) -> Tensor:
             self.calls_left += 1
             if self.calls_left > call and len(query.rows) > 2:
@@ -402,26 +402,26 @@ def test_out_of_memory_makes_batches_smaller_and_loses_nothing(model: Model, cal
 
     expected = paradec.generate(model, ROWS, **REQUEST, cache="dual")
     recorders = [Recorder() for _ in ROWS]
-    with Batch(Small(model), batch_size=8, **REQUEST, cache="dual") as batch:
+    with Batch(TwoRowModel(model), batch_size=8, **REQUEST, cache="dual") as batch:
         tickets = [batch.add(row, streamer=recorder) for row, recorder in zip(ROWS, recorders)]
         drain(batch)
     assert [ticket_ids(ticket) for ticket in tickets] == expected.new_tokens.tolist()
-    with Batch(Small(model), batch_size=8, **REQUEST, sampler="low_confidence", eos_early_stop=False) as batch:
-        tickets_alike = [batch.add([number]) for number in range(6)]
-        assert drain(batch) == tickets_alike  # later prompts are decoded again
+    with Batch(TwoRowModel(model), batch_size=8, **REQUEST, sampler="low_confidence", eos_early_stop=False) as batch:
+        short_tickets = [batch.add([number]) for number in range(6)]
+        assert drain(batch) == short_tickets  # later prompts are decoded again
     for recorder, ticket in zip(recorders, tickets):
         assert recorder.ends == 1 and sum(recorder.pieces[1:], []) == ticket_ids(ticket)[: ticket.output.tokens[0]]
 
 
 def test_a_row_that_never_fits_fails_alone(model: Model) -> None:
-    class Small(Failing):
+    class ShortCanvasModel(Failing):
         def __call__(self, query: Any, *store: Any) -> Tensor:
             if query.tokens.shape[1] > 40:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return self.model(query, *store)
 
     rows = [ROWS[0], [1] * 50, ROWS[1], ROWS[2]]
-    tickets = decode_rows(Small(model), rows, 3, **REQUEST)
+    tickets = decode_rows(ShortCanvasModel(model), rows, 3, **REQUEST)
     assert isinstance(tickets[1].output.error, torch.OutOfMemoryError)
     for index in (0, 2, 3):
         assert ticket_ids(tickets[index]) == decode_alone(model, rows[index], **REQUEST)
@@ -445,7 +445,7 @@ def test_max_memory_limits_the_rows(model: Model) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(8, 27, 8, 8, 27, 8), (8, 8, 8, 27, 27, 8)])
-def test_wider_rows_fit_into_max_memory_too(model: Model, lengths: tuple[int, ...]) -> None:
+def test_rows_of_different_widths_fit_into_max_memory(model: Model, lengths: tuple[int, ...]) -> None:
     request = {**REQUEST, "cache": "dual", "temperature": 0.0, "eos_early_stop": False}
     row = model.store_bytes(1, max(lengths) + 6) + 32 * (max(lengths) + 6)
     for rows_that_fit in (1, 2, 3):
@@ -472,7 +472,7 @@ def test_memory_does_not_grow_with_the_number_of_prompts(causal: Model, model: M
             assert max(sizes[:8]) >= max(sizes[8:])
 
 
-def test_prompts_come_and_go_from_many_threads(model: Model) -> None:
+def test_prompts_are_added_and_cancelled_from_many_threads(model: Model) -> None:
     rows = [[index % 36, index // 36 + 1, 3] for index in range(24)]
     expected = paradec.generate(model, rows, **REQUEST).new_tokens.tolist()
     answers: dict[int, list[int]] = {}

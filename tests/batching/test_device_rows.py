@@ -1,4 +1,4 @@
-"""Batches that are refilled on the device (`compile=True`), here uncaptured: the same answers and counts."""
+"""Batches that are refilled on the device (`compile=True`): answers and counts of `generate`, captured or not."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", 
 NEW = [6, 3, 9, 1, 7, 12]
 
 
-class Uncaptured(Batch):
+class UncapturedBatch(Batch):
     capture = False
 
 
@@ -41,7 +41,7 @@ def is_on_device(batch: Batch) -> bool:
     return all(isinstance(group, DeviceGroup) for group in batch._groups)
 
 
-def assert_as_alone(model: Model, batch: Batch, count: int = 6, **changes: Any) -> None:
+def assert_equals_generate(model: Model, batch: Batch, count: int = 6, **changes: Any) -> None:
     pairs = list(zip(ROWS, NEW, strict=True))[:count]
     tickets = [batch.add(row, max_new_tokens=new, seed=7 + new) for row, new in pairs]
     ended: list[Any] = []
@@ -57,7 +57,7 @@ def assert_as_alone(model: Model, batch: Batch, count: int = 6, **changes: Any) 
             assert getattr(out, name) == getattr(expected, name), name
 
 
-def assert_rows_as_alone(model: Model, tickets: list[Any], rows: list[list[int]] = ROWS, **changes: Any) -> None:
+def assert_rows_equal_generate(model: Model, tickets: list[Any], rows: list[list[int]] = ROWS, **changes: Any) -> None:
     for ticket, row in zip(tickets, rows, strict=True):
         expected = paradec.generate(model, input_ids=[row], **{**REQUEST, **changes})
         assert ticket.output.error is None and ticket_ids(ticket) == expected.new_tokens[0].tolist()
@@ -70,22 +70,26 @@ def assert_rows_as_alone(model: Model, tickets: list[Any], rows: list[list[int]]
     [(name, *pair) for name in SAMPLERS for pair in (("same", "none"), ("shifted", "dual"))]
     + [("threshold", "same", "prefix"), ("low_confidence", "shifted", "prefix")],
 )
-def test_answers_and_counts_are_those_of_each_prompt_alone(sampler: str, prediction: str, cache: str) -> None:
+def test_answers_and_counts_equal_those_of_generate(sampler: str, prediction: str, cache: str) -> None:
     changes = {"sampler": sampler, "cache": cache}
     model = MODELS[prediction]
-    assert_as_alone(model, Uncaptured(model, batch_size=3, **{**REQUEST, **changes}, compile=True), **changes)
+    assert_equals_generate(
+        model, UncapturedBatch(model, batch_size=3, **{**REQUEST, **changes}, compile=True), **changes
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_any_number_of_slots(model: Model, size: int) -> None:
     changes = {"cache": "dual", "sampler": "threshold", "block_length": 5}
-    assert_as_alone(model, Uncaptured(model, batch_size=size, **{**REQUEST, **changes}, compile=True), **changes)
+    assert_equals_generate(
+        model, UncapturedBatch(model, batch_size=size, **{**REQUEST, **changes}, compile=True), **changes
+    )
 
 
-def test_rows_that_need_more_room_move_all_into_a_larger_engine(model: Model) -> None:
+def test_a_row_that_needs_more_columns_moves_all_rows_into_a_larger_engine(model: Model) -> None:
     changes = {"sampler": "low_confidence", "cache": "dual", "block_length": 8, "eos_early_stop": False}
     request = {**REQUEST, **changes}
-    batch = Uncaptured(model, batch_size=3, **request, compile=True)
+    batch = UncapturedBatch(model, batch_size=3, **request, compile=True)
     first = [batch.add(row, max_new_tokens=8) for row in ROWS[:2]]
     for _ in range(3):
         batch.step()
@@ -102,31 +106,31 @@ def test_rows_that_need_more_room_move_all_into_a_larger_engine(model: Model) ->
         assert ticket_ids(ticket) == expected.new_tokens[0].tolist() and ticket.output.row_nfe == expected.row_nfe
 
 
-def test_an_engine_is_reused_without_its_old_rows(model: Model) -> None:
+def test_an_engine_is_reused_by_later_batches(model: Model) -> None:
     request = {**REQUEST, "cache": "dual", "compile": True}
     for _ in range(2):
-        assert_as_alone(model, Uncaptured(model, batch_size=4, **request), cache="dual")
+        assert_equals_generate(model, UncapturedBatch(model, batch_size=4, **request), cache="dual")
     assert len(model.engines) == 1
     engine = next(iter(model.engines.values()))
-    assert_as_alone(model, Uncaptured(model, batch_size=4, **request), cache="dual")
+    assert_equals_generate(model, UncapturedBatch(model, batch_size=4, **request), cache="dual")
     assert next(iter(model.engines.values())) is engine
 
 
-def test_new_weights_are_seen_by_the_next_row(model: Model) -> None:
-    batch = Uncaptured(model, batch_size=2, **REQUEST, compile=True)
+def test_the_next_row_uses_new_weights(model: Model) -> None:
+    batch = UncapturedBatch(model, batch_size=2, **REQUEST, compile=True)
     first = batch.add(ROWS[0])
     drain(batch)
     head = model.module.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().flip(0))
     second = batch.add(ROWS[0], alone=True)
     drain(batch)
-    assert_rows_as_alone(model, [second], ROWS[:1])
+    assert_rows_equal_generate(model, [second], ROWS[:1])
     assert ticket_ids(second) != ticket_ids(first)
 
 
 def test_a_streamer_gets_final_tokens_and_drafts(model: Model) -> None:
     streamers = [Recorder() for _ in ROWS]
-    with Uncaptured(model, batch_size=2, **REQUEST, compile=True) as batch:
+    with UncapturedBatch(model, batch_size=2, **REQUEST, compile=True) as batch:
         tickets = [batch.add(row, streamer=streamer) for row, streamer in zip(ROWS, streamers, strict=True)]
         drain(batch)
     for ticket, row, streamer in zip(tickets, ROWS, streamers):
@@ -138,20 +142,20 @@ def test_a_streamer_gets_final_tokens_and_drafts(model: Model) -> None:
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_nan_logits_end_their_row_alone(model: Model, cache: str) -> None:
-    poisoned = Failing(model, token=35)
-    batch = Uncaptured(poisoned, batch_size=3, **{**REQUEST, "cache": cache}, compile=True)
+    failing = Failing(model, token=35)
+    batch = UncapturedBatch(failing, batch_size=3, **{**REQUEST, "cache": cache}, compile=True)
     rows = [[3 if token == 35 else token for token in row] for row in ROWS[:5]]
     rows[1] = [35, 1, 2]
     tickets = [batch.add(row) for row in rows]
     drain(batch)
     error = tickets.pop(1).output.error
     assert isinstance(error, FloatingPointError) and "its step 0" in str(error)
-    assert_rows_as_alone(model, tickets, [rows[0], *rows[2:]], cache=cache)
+    assert_rows_equal_generate(model, tickets, [rows[0], *rows[2:]], cache=cache)
 
 
 def test_cancelled_rows_keep_their_decoded_tokens(model: Model) -> None:
     request = {**REQUEST, "max_new_tokens": 9, "eos_early_stop": False}
-    batch = Uncaptured(model, batch_size=1, **request, compile=True)
+    batch = UncapturedBatch(model, batch_size=1, **request, compile=True)
     cancelled, second = batch.add(ROWS[0]), batch.add(ROWS[1])
     for _ in range(4):
         batch.step()
@@ -162,22 +166,22 @@ def test_cancelled_rows_keep_their_decoded_tokens(model: Model) -> None:
     token_ids = cancelled.output.sequences[0, cancelled.output.filled[0]]
     is_mask = token_ids == model.facts.mask_id
     assert 0 < int((~is_mask).sum()) < 9 and torch.equal(token_ids[~is_mask], expected[: len(token_ids)][~is_mask])
-    assert_rows_as_alone(model, [second], [ROWS[1]], **request)
+    assert_rows_equal_generate(model, [second], [ROWS[1]], **request)
 
 
 def test_rows_with_different_suppressed_tokens_are_in_different_groups(model: Model) -> None:
-    batch = Uncaptured(model, batch_size=4, **REQUEST, compile=True)
+    batch = UncapturedBatch(model, batch_size=4, **REQUEST, compile=True)
     tickets = [batch.add(ROWS[0], suppress_tokens=excluded, alone=True) for excluded in ((1, 2), (1, 2), (3,), None)]
     batch.step()
     assert len(batch._groups) == 3 and is_on_device(batch)
     drain(batch)
     for ticket, excluded in zip(tickets, ((1, 2), (1, 2), (3,), None)):
-        assert_rows_as_alone(model, [ticket], ROWS[:1], suppress_tokens=excluded)
+        assert_rows_equal_generate(model, [ticket], ROWS[:1], suppress_tokens=excluded)
 
 
 def test_out_of_memory_restarts_with_fewer_rows(model: Model) -> None:
     failing = Failing(model, calls=3, error=torch.OutOfMemoryError("CUDA out of memory"))
-    batch = Uncaptured(failing, batch_size=4, **REQUEST, compile=True)
+    batch = UncapturedBatch(failing, batch_size=4, **REQUEST, compile=True)
     tickets = [batch.add(row) for row in ROWS]
     max_occupied = 0
     while batch.occupied or batch.waiting:
@@ -186,41 +190,41 @@ def test_out_of_memory_restarts_with_fewer_rows(model: Model) -> None:
             max_occupied = max(max_occupied, batch.occupied)
             assert is_on_device(batch)
     assert 0 < max_occupied <= 2
-    assert_rows_as_alone(model, tickets)
+    assert_rows_equal_generate(model, tickets)
 
 
-def test_a_step_that_cannot_be_captured_goes_on_in_the_plain_loop(model: Model) -> None:
+def test_a_step_that_cannot_be_captured_runs_in_the_plain_loop(model: Model) -> None:
     failing = Failing(model, calls=2, error=NotCapturable("a step of tiny cannot be captured: it waits"))
-    batch = Uncaptured(failing, batch_size=4, **REQUEST, compile=True)
+    batch = UncapturedBatch(failing, batch_size=4, **REQUEST, compile=True)
     tickets = [batch.add(row) for row in ROWS]
     with pytest.warns(UserWarning, match="compile=True has no effect: a step of tiny cannot be captured"):
         drain(batch)
-    assert_rows_as_alone(model, tickets)
+    assert_rows_equal_generate(model, tickets)
 
 
-def test_an_interrupt_loses_nothing(model: Model) -> None:
+def test_no_answer_is_lost_after_an_interrupt(model: Model) -> None:
     failing = Failing(model, calls=4, error=KeyboardInterrupt())
-    batch = Uncaptured(failing, batch_size=3, **{**REQUEST, "cache": "dual"}, compile=True)
+    batch = UncapturedBatch(failing, batch_size=3, **{**REQUEST, "cache": "dual"}, compile=True)
     tickets = [batch.add(row) for row in ROWS]
     with pytest.raises(KeyboardInterrupt):
         drain(batch)
     drain(batch)
-    assert_rows_as_alone(model, tickets, cache="dual")
+    assert_rows_equal_generate(model, tickets, cache="dual")
 
 
 def test_unsupported_requests_run_in_the_plain_loop_with_a_warning(model: Model) -> None:
-    batch = Uncaptured(model, batch_size=2, **{**REQUEST, "sampler": "credit"}, compile=True)
+    batch = UncapturedBatch(model, batch_size=2, **{**REQUEST, "sampler": "credit"}, compile=True)
     ticket = batch.add(ROWS[0])
     with pytest.warns(UserWarning, match="compile=True has no effect: sampler 'credit'"):
         batch.step()
     assert not is_on_device(batch)
     drain(batch)
-    assert_rows_as_alone(model, [ticket], ROWS[:1], sampler="credit")
+    assert_rows_equal_generate(model, [ticket], ROWS[:1], sampler="credit")
 
 
-def test_memory_bounds_the_slots(model: Model) -> None:
+def test_max_memory_limits_the_slots(model: Model) -> None:
     row = model.store_bytes(1, 16, None) + 32 * 16
-    batch = Uncaptured(model, batch_size=8, max_memory=3 * row, **{**REQUEST, "cache": "dual"}, compile=True)
+    batch = UncapturedBatch(model, batch_size=8, max_memory=3 * row, **{**REQUEST, "cache": "dual"}, compile=True)
     tickets = [batch.add(prompt) for prompt in ROWS]
     max_bytes = 0
     while batch.occupied or batch.waiting:
@@ -229,19 +233,19 @@ def test_memory_bounds_the_slots(model: Model) -> None:
             assert isinstance(group, DeviceGroup) and group.rows is not None
             max_bytes = max(max_bytes, group.rows.engine.nbytes)
     assert 0 < max_bytes <= 3 * row
-    assert_rows_as_alone(model, tickets, cache="dual")
+    assert_rows_equal_generate(model, tickets, cache="dual")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures CUDA graphs")
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-def test_captured_steps_give_the_answers_of_each_prompt_alone(cache: str) -> None:
+def test_captured_steps_give_the_answers_of_generate(cache: str) -> None:
     model = tiny(2)
     model.module.to("cuda")
-    assert_as_alone(model, Batch(model, batch_size=3, **{**REQUEST, "cache": cache}, compile=True), cache=cache)
+    assert_equals_generate(model, Batch(model, batch_size=3, **{**REQUEST, "cache": cache}, compile=True), cache=cache)
 
 
-def test_on_a_cpu_nothing_is_captured_and_the_error_says_so(model: Model) -> None:
+def test_compile_is_refused_on_a_cpu(model: Model) -> None:
     refuses(lambda: Batch(model, **REQUEST, compile=True), "compile=True .* captures CUDA graphs")
     refuses(lambda: Batch(model, **REQUEST).add(ROWS[0], compile=True), "compile=True in a batch that is refilled")
     with pytest.raises(ValueError, match="compile=True in a batch that is refilled captures CUDA graphs"):

@@ -48,7 +48,7 @@ def prompts_of_two_lengths(rows: list[list[int]] = ROWS) -> Iterator[dict[str, A
         yield {"prompt": row, "max_new_tokens": 8 if index % 3 == 0 else 4, "id": f"name {index}"}
 
 
-def test_answers_come_in_the_order_of_the_prompts(model: Model) -> None:
+def test_answers_have_the_order_of_the_prompts(model: Model) -> None:
     outs = list(generate_many(model, prompts_of_two_lengths(), batch_size=3, **REQUEST))
     assert [(out.index, out.id) for out in outs] == [(i, f"name {i}") for i in range(12)]
     for index, out in enumerate(outs):
@@ -173,7 +173,7 @@ def test_prompts_are_cancelled_by_their_index(model: Model) -> None:
     assert outs[5].tokens == [0] and not outputs.cancel(3)
 
 
-def test_nothing_is_lost_by_an_interrupt(model: Model) -> None:
+def test_no_answer_is_lost_after_an_interrupt(model: Model) -> None:
     request = {**REQUEST, "sampler": "low_confidence"}
     rows = [[index, 1] for index in range(6)]
     expected = [out.new_tokens.tolist() for out in generate_many(model, prompts_of_two_lengths(rows), **request)]
@@ -185,7 +185,7 @@ def test_nothing_is_lost_by_an_interrupt(model: Model) -> None:
     assert [out.new_tokens.tolist() for out in outputs] == expected
 
 
-def test_an_interrupt_between_the_calls_of_two_groups_loses_nothing(model: Model) -> None:
+def test_no_answer_is_lost_after_an_interrupt_between_two_groups(model: Model) -> None:
     raised = []
 
     class Interrupting(Failing):
@@ -233,7 +233,7 @@ def test_bad_arguments_are_named_before_a_prompt_is_read(model: Model, changes: 
     refuses(lambda: generate_many(model, **arguments), message, (ValueError, TypeError))
 
 
-def test_the_batch_is_full_as_long_as_prompts_last(model: Model) -> None:
+def test_the_batch_is_full_while_prompts_are_left(model: Model) -> None:
     outputs = generate_many(model, prompts_of_two_lengths(), batch_size=4, **{**REQUEST, "sampler": "low_confidence"})
     num_rows, step = [], outputs.batch.step
 

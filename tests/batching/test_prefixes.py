@@ -1,4 +1,4 @@
-"""Shared beginnings of prompts in a batch: the same answers with fewer evaluations, also after errors."""
+"""Shared prefixes of prompts in a batch: the same answers with fewer evaluations, also after errors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +63,7 @@ CONVERSATIONS = st.fixed_dictionaries({
 @pytest.mark.thinned
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(conversation=CONVERSATIONS)
-def test_answers_are_those_without_shared_prefixes(case: Case, conversation: dict[str, Any]) -> None:
+def test_answers_do_not_depend_on_shared_prefixes(case: Case, conversation: dict[str, Any]) -> None:
     check_equal(case, **conversation)
 
 
@@ -71,7 +71,7 @@ def test_answers_are_those_without_shared_prefixes(case: Case, conversation: dic
 @pytest.mark.parametrize("name", ["causal", "block"])
 @settings(max_examples=250, deadline=None)
 @given(conversation=CONVERSATIONS)
-def test_answers_of_500_conversations_are_those_without_shared_prefixes(name: str, conversation: Any) -> None:
+def test_answers_of_500_conversations_do_not_depend_on_shared_prefixes(name: str, conversation: Any) -> None:
     check_equal((model_of(name), REQUESTS[name]), **conversation)
 
 
@@ -125,7 +125,7 @@ def test_a_conversation_evaluates_each_turn_once(case: Case) -> None:
         assert length - 2 * block < after.reused[0] <= length, (length, after.reused)
 
 
-def test_prompts_that_come_together_evaluate_their_beginning_once() -> None:
+def test_prompts_that_start_together_evaluate_their_shared_prefix_once() -> None:
     model, shared = model_of("block"), random_ids(3, 24)
     prompts = [shared + random_ids(index, 2) for index in range(4)]
     with Batch(model, batch_size=4, prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
@@ -133,8 +133,8 @@ def test_prompts_that_come_together_evaluate_their_beginning_once() -> None:
         drain(batch)
         assert [ticket.output.reused for ticket in tickets] == [[24]] * 4 and batch.prefixes is not None
         assert (batch.prefixes.hits, batch.prefixes.saved_positions) == (4, 96)
-        counted = [ticket.output.forwarded_tokens for ticket in tickets]
-        assert counted[0] - counted[1] == 24
+        counts = [ticket.output.forwarded_tokens for ticket in tickets]
+        assert counts[0] - counts[1] == 24
 
 
 @pytest.mark.parametrize("name", ["causal", "block"])
@@ -156,7 +156,7 @@ def test_running_and_cancelled_rows_share_their_prefix(name: str) -> None:
     assert batch.prefixes.nbytes == 0  # closed
 
 
-def test_a_salt_keeps_rows_apart_and_new_weights_drop_all() -> None:
+def test_other_salts_and_new_weights_reuse_no_prefix() -> None:
     model, prompt = model_of("block"), random_ids(3, 24)
     with Batch(model, prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
         reused = []
@@ -173,7 +173,7 @@ def test_a_salt_keeps_rows_apart_and_new_weights_drop_all() -> None:
         assert torch.equal(ticket.output.sequences, paradec.generate(model, [prompt], max_new_tokens=4).sequences)
 
 
-def test_a_row_that_new_weights_interrupt_leaves_nothing() -> None:
+def test_a_row_stores_no_prefix_if_the_weights_change_meanwhile() -> None:
     model, prompt = model_of("causal"), random_ids(3, 34)
     with Batch(model, batch_size=2, prefix_memory=10**6, sampler="sjd", max_new_tokens=12) as batch:
         first = batch.add(prompt)
@@ -183,15 +183,15 @@ def test_a_row_that_new_weights_interrupt_leaves_nothing() -> None:
         second = batch.add(random_ids(4, 34), max_new_tokens=1)
         while not first.done:
             batch.step()
-        again = batch.add(prompt)
+        repeated = batch.add(prompt)
         drain(batch)
-        assert second.output.reused == again.output.reused == [0]
+        assert second.output.reused == repeated.output.reused == [0]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("first", [{"cache": "none"}, {"cache": "dkv_decode"}, {"sampler": "self_speculative"}])
 @pytest.mark.parametrize("is_reversed", [False, True])
-def test_a_row_that_shares_no_keys_runs_next_to_one_with_the_same_prefix(first: Any, is_reversed: bool) -> None:
+def test_rows_with_and_without_shared_prefixes_are_decoded_together(first: Any, is_reversed: bool) -> None:
     model, shared, pair = model_of("block"), random_ids(3, 24), (first, {"cache": "block"})
     with Batch(model, batch_size=2, prefix_memory=10**6, max_new_tokens=12, seed=1) as batch:
         tickets = []
@@ -204,7 +204,7 @@ def test_a_row_that_shares_no_keys_runs_next_to_one_with_the_same_prefix(first: 
         assert ticket.output.error is None and torch.equal(ticket.output.sequences, plain.sequences)
 
 
-def test_adapters_dtype_and_attention_drop_all() -> None:
+def test_changes_of_adapters_dtype_and_attention_drop_all_prefixes() -> None:
     module = tiny(2).unwrap()
     model = paradec.wrap(module, topology="causal", prediction="shifted", eos_token_id=END)
     request: dict[str, Any] = {"sampler": "sjd", "max_new_tokens": 4}
@@ -249,10 +249,10 @@ def test_adapters_dtype_and_attention_drop_all() -> None:
         assert reused() == 0
 
 
-def test_a_row_of_nan_leaves_nothing() -> None:
-    model, bad = model_of("block"), random_ids(3, 16)
-    with Batch(Failing(model, token=bad[-1]), prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
-        ticket = batch.add(bad)
+def test_a_row_with_nan_logits_stores_no_prefix() -> None:
+    model, prompt = model_of("block"), random_ids(3, 16)
+    with Batch(Failing(model, token=prompt[-1]), prefix_memory=10**6, cache="block", max_new_tokens=4) as batch:
+        ticket = batch.add(prompt)
         drain(batch)
         assert isinstance(ticket.output.error, FloatingPointError)
         assert batch.prefixes is not None and len(batch.prefixes.tree) == 0

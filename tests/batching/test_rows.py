@@ -84,7 +84,7 @@ def model_of(models: dict[str, Model], kind: str) -> Model:
         topology, prediction = TOPOLOGY.get(kind, ("causal", "shifted"))
         models[kind] = tiny(2, topology=topology, prediction=prediction)
         torch.manual_seed(0)
-        codes = torch.randn(VOCAB, 4, dtype=torch.float64)  # methods for pictures compare tokens by their codes
+        codes = torch.randn(VOCAB, 4, dtype=torch.float64)  # samplers for images compare tokens by their codes
         models[kind].codebook = lambda: codes  # type: ignore[attr-defined]
     return models[kind]
 
@@ -159,27 +159,27 @@ def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str)
     assert_same(model, rows, lengths, tickets, **request)
 
 
-ALONE = [name for name in CAUSAL if name not in ("zipar", "speculative")]
-"""Methods without a drafter, except ZipAR, which decodes images with common steps for all rows."""
+WITHOUT_DRAFTER = [name for name in CAUSAL if name not in ("zipar", "speculative")]
+"""Samplers without a drafter, except ZipAR, which decodes images with common steps for all rows."""
 DRAFTING: dict[str, Any] = {
     "chain": {"window": 4},
     "chain that ends where the drafter is unsure": {"window": 6, "stop": Unsure(0.2)},
     "tree": {"tree": (2, 2, 1)},
     "dynamic tree": {"tree": {"nodes": 8, "depth": 3, "top_k": 3}, "rule": "naive"},
 }
-OWN_STATE = {
+WITH_MORE_STATE = {
     "prompt lookup": Speculative(drafter=PromptLookup(5, 2)),
     "token recycling": Speculative(drafter=TokenRecycling(k=8, tree=(4, 2, 1)), rule="naive"),
     "pool": Jacobi(window=6, pool=3),
     "coupled siblings": SCD(window=6, refresh="maximal", siblings=3, branching=2),
     "siblings of noise": SCD(window=6, refresh="gumbel", siblings=3, branching=2),
 }
-"""Settings with which a method has more state per row."""
+"""Samplers with more state per row than by default."""
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("temperature", "guidance"), [(0.0, 1.0), (0.8, 1.5)])
-@pytest.mark.parametrize("name", [*ALONE, *DRAFTING, *OWN_STATE])
+@pytest.mark.parametrize("name", [*WITHOUT_DRAFTER, *DRAFTING, *WITH_MORE_STATE])
 def test_causal_rows(models: dict[str, Model], name: str, temperature: float, guidance: float) -> None:
     model = model_of(models, "causal")
     model.own_drafts = OwnDrafts(4)
@@ -189,7 +189,7 @@ def test_causal_rows(models: dict[str, Model], name: str, temperature: float, gu
         models.setdefault("drafter", tiny(1, topology="causal", prediction="shifted", seed=1))
         sampler = samplers.create("speculative", drafter=models["drafter"], **DRAFTING[name])
     else:
-        sampler = OWN_STATE.get(name) or samplers.create(name, window=5)
+        sampler = WITH_MORE_STATE.get(name) or samplers.create(name, window=5)
     request = {"temperature": temperature, "guidance_scale": guidance, "seed": 5, "logprobs": 1, "sampler": sampler}
     assert_all_fields_are_selected(model, rows, **request)
     tickets = decode_in_batch(model, rows, lengths, **request)
@@ -201,15 +201,15 @@ def model() -> Model:
     return tiny_with_texts()
 
 
-def test_answers_are_those_of_generate(model: Model) -> None:
+def test_constrained_answers_equal_those_of_generate(model: Model) -> None:
     values = [value for value, _ in KINDS.values()]
-    fits = [fits for _, fits in KINDS.values()]
+    is_valid = [is_valid for _, is_valid in KINDS.values()]
     prompts = [[1 + number, 2, 3] for number in range(9)]
     request: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.9, "block_length": 5}
     constrained = [{"prompt": p, "constraint": values[number % 3], "seed": number} for number, p in enumerate(prompts)]
     for number, out in enumerate(paradec.generate_many(model, constrained, batch_size=4, **request)):
         expected = paradec.generate(model, **constrained[number], **request)
-        assert out.text == expected.text and fits[number % 3](out.text)
+        assert out.text == expected.text and is_valid[number % 3](out.text)
         assert out.log_weight == pytest.approx(expected.log_weight)
 
 
@@ -224,12 +224,12 @@ def test_rows_that_are_complete_at_the_start(model: Model) -> None:
 
 
 ROWS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 3], [2], [5, 4, 3]]
-OFTEN = ("llada", "Opaque", "Bert", "Qwen2 block_causal", "Llama causal", "llada2-tiny")
+DEFAULT_KINDS = ("llada", "Opaque", "Bert", "Qwen2 block_causal", "Llama causal", "llada2-tiny")
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.full) for k in TEXT])
-def test_rows_are_those_of_generate(kind: str) -> None:
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in DEFAULT_KINDS else pytest.mark.full) for k in TEXT])
+def test_rows_equal_those_of_generate(kind: str) -> None:
     model = shared_model(kind)
     request: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.7, "seed": 3, "eos_early_stop": False}
     if model.facts.topology == "causal":
@@ -317,7 +317,7 @@ def sample(names: Sequence[str], count: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_second_prompt_is_answered_as_if_it_were_alone(kind: str) -> None:
+def test_a_second_prompt_has_the_answer_of_generate(kind: str) -> None:
     model = MODELS[kind]
     requests = {name: arguments for name, arguments in requests_of(model).items() if shares_keys(model, arguments)}
     count = min(12, math.ceil(len(requests) / math.sqrt(20)))
@@ -328,7 +328,7 @@ def test_a_second_prompt_is_answered_as_if_it_were_alone(kind: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_ordered_pair_is_answered_as_if_alone(kind: str) -> None:
+def test_second_prompts_of_all_pairs_have_the_answers_of_generate(kind: str) -> None:
     requests = requests_of(MODELS[kind])
     assert decode_pairs(MODELS[kind], requests, requests)[1] == []
 
@@ -360,7 +360,9 @@ def base() -> Model:
         for scale in (1.0, 1.5)
     ],
 )
-def test_rows_that_come_and_go_are_as_alone(name: str, settings: dict[str, Any], scale: float, base: Model) -> None:
+def test_rows_with_trained_drafters_equal_those_of_generate(
+    name: str, settings: dict[str, Any], scale: float, base: Model
+) -> None:
     if name.startswith("d"):
         pytest.importorskip("transformers.models.muse_glimmer_assistant", reason="needs transformers 5.23")
     kind = "mtp" if "mtp" in name else None

@@ -1,8 +1,8 @@
-"""Writes pages of traces into a folder, and beside each what must be seen on it, for `look.mjs`.
+"""Writes pages of traces into a folder, with the expected content of each page for `look.mjs`.
 
     python tests/browser/write_pages.py FOLDER
 
-Expected texts come from `Trace.replay`, which knows nothing of the page.
+Expected texts come from `Trace.replay`, which does not depend on the page.
 """
 
 import json
@@ -27,7 +27,7 @@ PROMPTS = ["Sort: wolf fig otter zebra deer orange", "Latin square: Q Z S U"]
 
 
 def long_trace(steps: int, rows: int = 2, length: int = 300, drafts: int = 4) -> Trace:
-    """A run of many steps in which every kind of mark occurs."""
+    """Create the trace of a run of many steps in which every kind of mark occurs."""
     draw = random.Random(0)
     canvas = [[1, 2, *[0] * length] for _ in range(rows)]
     trace = Trace(canvas, {"sampler": "by hand"}, family="masked", mask_id=0)
@@ -43,8 +43,8 @@ def long_trace(steps: int, rows: int = 2, length: int = 300, drafts: int = 4) ->
 
 
 def texts() -> dict[str, list[Trace]]:
-    """Of the masked and the causal family."""
-    model, found = paradec.load(), {}
+    """Record traces of text models, masked and causal, by the name of their page."""
+    model, traces = paradec.load(), {}
     request: dict[str, Any] = {"max_new_tokens": 32, "trace": True}
     for name, more in {
         "threshold": {},
@@ -52,11 +52,11 @@ def texts() -> dict[str, list[Trace]]:
         "freedave": {},
         "union": {"sampler": "credit+localleap", "cache": "dual", "block_length": 8},
     }.items():
-        found[name] = [paradec.generate(model, PROMPTS, **({"sampler": name} | request | more)).trace]
-    one = paradec.generate(model, PROMPTS[0], sampler="low_confidence", **request).trace
-    several = paradec.generate(model, PROMPTS[0], **request).trace
-    return found | {
-        "both": [one, several],
+        traces[name] = [paradec.generate(model, PROMPTS, **({"sampler": name} | request | more)).trace]
+    one_per_step = paradec.generate(model, PROMPTS[0], sampler="low_confidence", **request).trace
+    several_per_step = paradec.generate(model, PROMPTS[0], **request).trace
+    return traces | {
+        "both": [one_per_step, several_per_step],
         "hostile": [hostile_trace()],
         "scripts": [scripts_trace()],
         "long": [long_trace(2000)],
@@ -64,13 +64,13 @@ def texts() -> dict[str, list[Trace]]:
 
 
 def pictures() -> dict[str, list[Trace]]:
-    """Of image models, and of a diffusion model in our loop and in a pipeline."""
-    found = {}
+    """Record traces of image models, and of a diffusion model in `paradec.decode` and in a pipeline of diffusers."""
+    traces = {}
     for name, sampler, more in (("digits-maskgit", "recap", {"steps": 8}), ("digits-ar", "sjd", {})):
-        out = paradec.generate_images(
+        output = paradec.generate_images(
             paradec.load(name), class_labels=[3, 8], sampler=sampler, seed=0, trace=True, **more
         )
-        found[sampler] = [out.trace]
+        traces[sampler] = [output.trace]
     pipe = PixelDiTPipeline.digits()
     pipe.set_progress_bar_config(disable=True)
     sampler = paradec.TaylorSeer(interval=5, order=1, where="output")
@@ -82,25 +82,25 @@ def pictures() -> dict[str, list[Trace]]:
     paradec.decode(sampler, model, state)
     with paradec.accelerate(pipe, paradec.TaylorSeer(interval=5)) as session:
         images = pipe([3, 8], num_inference_steps=30, generator=torch.Generator().manual_seed(0)).images
-    return found | {"forecast": [state.trace], "pipeline": [session.report().trace(images)]}
+    return traces | {"forecast": [state.trace], "pipeline": [session.report().trace(images)]}
 
 
-def expected(trace: Trace) -> dict[str, Any]:
-    """What a run's page must say: forwards, and where there are texts, the ids of every row after every step."""
-    found: dict[str, Any] = {"steps": len(trace.steps), "forwards": max(trace.row_nfe), "mask": trace.mask_id}
-    found["rows"], found["grid"] = trace.batch, trace.grid
-    found["kinds"] = sorted({step.kind for step in trace.steps})
+def expected_content(trace: Trace) -> dict[str, Any]:
+    """Return what the page of a run must show: its counts and, for texts, the ids of every row after some steps."""
+    expected: dict[str, Any] = {"steps": len(trace.steps), "forwards": max(trace.row_nfe), "mask": trace.mask_id}
+    expected["rows"], expected["grid"] = trace.batch, trace.grid
+    expected["kinds"] = sorted({step.kind for step in trace.steps})
     if trace.canvas and trace.grid is None:
-        found["texts"] = {str(token): text for token, text in trace.texts.items()}
-        found["filled"] = [[i for a, b in trace.to_fill(r) for i in range(a, b)] for r in range(trace.batch)]
-        some = {0, 1, 2, len(trace.steps) // 2, len(trace.steps)}
-        found["canvas"] = {str(k): trace.replay(k) for k in some if k <= len(trace.steps)}
-        found["back"] = {
+        expected["texts"] = {str(token): text for token, text in trace.texts.items()}
+        expected["filled"] = [[i for a, b in trace.to_fill(r) for i in range(a, b)] for r in range(trace.batch)]
+        compared_steps = {0, 1, 2, len(trace.steps) // 2, len(trace.steps)}
+        expected["canvas"] = {str(k): trace.replay(k) for k in compared_steps if k <= len(trace.steps)}
+        expected["back"] = {
             str(k): [[r, p] for r, p, token, _ in trace.steps[k - 1].commits if token == trace.mask_id]
-            for k in some
+            for k in compared_steps
             if 0 < k <= len(trace.steps)
         }
-    return found
+    return expected
 
 
 def main() -> None:
@@ -108,11 +108,11 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, traces in (texts() | pictures()).items():
         (folder / f"{name}.html").write_text(page(traces), encoding="utf-8")
-        said = json.dumps([expected(trace) for trace in traces])
-        (folder / f"{name}.expected.json").write_text(said, encoding="utf-8")
+        expected = json.dumps([expected_content(trace) for trace in traces])
+        (folder / f"{name}.expected.json").write_text(expected, encoding="utf-8")
     output = paradec.generate(paradec.load(), PROMPTS, max_new_tokens=32, trace=True)
-    shown = "<!DOCTYPE html><meta charset=utf-8>" + output._repr_html_()
-    (folder / "notebook.html").write_text(shown, encoding="utf-8")
+    html = "<!DOCTYPE html><meta charset=utf-8>" + output._repr_html_()
+    (folder / "notebook.html").write_text(html, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Folders that transformers and diffusers load: their files, and their answers in fresh processes."""
+"""Folders that transformers and diffusers load: their files, and their answers in new processes."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ def module_of(file: Path) -> Any:
     return result
 
 
-def test_the_folder_for_transformers(tmp_path: Path) -> None:
+def test_export_for_transformers(tmp_path: Path) -> None:
     files = export_folder("generate", tmp_path / "mine")
     names = ["README.md", "custom_generate/generate.py", "custom_generate/requirements.txt"]
     assert [str(file.relative_to(tmp_path / "mine")) for file in files] == names
@@ -48,14 +48,14 @@ def test_the_folder_for_transformers(tmp_path: Path) -> None:
         generate(ids, model=model, max_new_tokens=9, sampler="scdd")
 
 
-def test_the_packaged_pipeline_has_a_folder_too(tmp_path: Path) -> None:
+def test_export_of_the_packaged_pipeline(tmp_path: Path) -> None:
     export_folder("pipeline", tmp_path / "out", model="digits-dit", sampler="taylorseer(interval=4)")
     index = json.loads((tmp_path / "out" / "model_index.json").read_text())
     assert index["_class_name"][0] == "pipeline" and (tmp_path / "out" / "pipeline.py").is_file()
 
 
-def test_the_folder_of_a_pipeline(tmp_path: Path) -> None:
-    out = tmp_path / "own"
+def test_export_of_a_pipeline(tmp_path: Path) -> None:
+    out = tmp_path / "out"
     export_folder("pipeline", out, model=str(DIGITS), sampler="easycache(threshold=0.1)")
     index = json.loads((out / "model_index.json").read_text())
     assert index["_class_name"] == ["pipeline", "AcceleratedPipeline"] and index["transformer"]
@@ -71,7 +71,7 @@ def test_the_folder_of_a_pipeline(tmp_path: Path) -> None:
     assert "class AcceleratedPipeline(diffusers.DiTPipeline)" in text and '"taylorseer")' in text
 
 
-def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NoPipeline"}))
@@ -95,12 +95,15 @@ def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         assert not (tmp_path / "new").exists()
 
 
-def run_fresh(code: str, folder: Path) -> list[str]:
-    home = {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, cwd=folder, env=os.environ | home, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+def run_in_new_process(code: str, folder: Path) -> list[str]:
+    """Run Python code in a new process and return the lines that it prints."""
+    variables = {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(
+        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout.splitlines()
 
 
 @pytest.mark.full
@@ -113,18 +116,19 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("weights", dtype=torch.float64)
 ids, call = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 9, "do_sample": False}
 plain = model.generate(ids, **call)
-own = {"custom_generate": "mine", "trust_remote_code": True}
-print(torch.equal(model.generate(ids, **call, **own), plain))
-print(torch.equal(model.generate(ids, **call, **own, sampler="scd", seed=3), plain))
+folder = {"custom_generate": "mine", "trust_remote_code": True}
+print(torch.equal(model.generate(ids, **call, **folder), plain))
+print(torch.equal(model.generate(ids, **call, **folder, sampler="scd", seed=3), plain))
 for wrong in ({"sampler": "scdd"}, {"num_beams": 3}, {"trust_remote_code": False}, {"smapler": "sjd"}):
     try:
-        model.generate(ids, **call | own | wrong)
+        model.generate(ids, **call | folder | wrong)
     except ValueError as error:
         print(str(error).splitlines()[0])
 """
-    right, also, name, beams, trust, unknown = run_fresh(code, tmp_path)
-    assert right == also == "True" and "did you mean 'scd'" in name and "num_beams=3 is not supported" in beams
-    assert "mine" in trust and "smapler" in unknown
+    default_equal, scd_equal, *errors = run_in_new_process(code, tmp_path)
+    assert default_equal == scd_equal == "True" and len(errors) == 4
+    for error, message in zip(errors, ("did you mean 'scd'", "num_beams=3 is not supported", "mine", "smapler")):
+        assert message in error
     shutil.copytree(tmp_path / "mine" / "custom_generate", tmp_path / "weights" / "custom_generate")
     code = """
 import torch
@@ -132,7 +136,7 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("weights", trust_remote_code=True)
 print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9, sampler="scd").shape[1] > 3)
 """
-    assert run_fresh(code, tmp_path) == ["True"]
+    assert run_in_new_process(code, tmp_path) == ["True"]
 
 
 @pytest.mark.full
@@ -142,8 +146,8 @@ def test_diffusers_loads_the_pipeline(tmp_path: Path) -> None:
         shutil.copytree(DIGITS / part, tmp_path / "mine" / part)
     code = f"""
 from diffusers import DiffusionPipeline
-for source, own in (({str(DIGITS)!r}, {{"custom_pipeline": "mine"}}), ("mine", {{}})):
-    pipe = DiffusionPipeline.from_pretrained(source, trust_remote_code=True, **own)
+for source, options in (({str(DIGITS)!r}, {{"custom_pipeline": "mine"}}), ("mine", {{}})):
+    pipe = DiffusionPipeline.from_pretrained(source, trust_remote_code=True, **options)
     pipe(3, num_inference_steps=9)
     print(type(pipe).__name__, pipe.paradec.report().full_steps)
 try:
@@ -151,4 +155,4 @@ try:
 except ValueError as error:
     print("trust_remote_code" in str(error))
 """
-    assert run_fresh(code, tmp_path) == ["AcceleratedPipeline [0, 3, 6]"] * 2 + ["True"]
+    assert run_in_new_process(code, tmp_path) == ["AcceleratedPipeline [0, 3, 6]"] * 2 + ["True"]

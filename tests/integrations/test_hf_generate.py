@@ -45,9 +45,9 @@ SETTINGS = [{}, {"kv_cache": "dual", "block_length": 4}, {"sampler": "low_confid
 def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
     plain, loaded, arguments = pair
     blocks = {} if "block_length" in settings else {"block_length": 12}
-    own_settings = {name.removeprefix("kv_"): value for name, value in settings.items()}
+    paradec_settings = {name.removeprefix("kv_"): value for name, value in settings.items()}
     expected = paradec.generate(
-        loaded, input_ids=PADDED, attention_mask=ATTENTION, max_new_tokens=12, **blocks, **own_settings
+        loaded, input_ids=PADDED, attention_mask=ATTENTION, max_new_tokens=12, **blocks, **paradec_settings
     )
     request = {"attention_mask": ATTENTION, **arguments, **blocks, **settings}
     out = plain.generate(PADDED, max_new_tokens=12, return_dict_in_generate=True, **request)
@@ -60,7 +60,7 @@ def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
     assert torch.equal(plain.generate(PADDED, max_length=17, **request), out.sequences)
 
 
-def test_sampling_settings_act_like_transformers(pair: Any) -> None:
+def test_sampling_settings_have_the_meaning_of_transformers(pair: Any) -> None:
     plain, loaded, arguments = pair
     ids = torch.tensor([[1, 2, 3]])
     shared = {"max_new_tokens": 8, "seed": 4, "suppress_tokens": [5], "guidance_scale": 1.5}
@@ -86,7 +86,7 @@ def test_sampling_settings_act_like_transformers(pair: Any) -> None:
 def test_holes_do_not_count_as_new_tokens(pair: Any) -> None:
     plain, loaded, arguments = pair
     mask, end = loaded.facts.mask_token_id, loaded.facts.eos_token_ids[0]
-    ids, ended = torch.tensor([[1, mask, 2, mask, 3]]), 0
+    ids, num_early = torch.tensor([[1, mask, 2, mask, 3]]), 0
     for token_id in range(5, 20):
         suppressed = [token for token in range(loaded.facts.vocab_size) if token not in (end, token_id)]
         out = plain.generate(ids, max_new_tokens=6, suppress_tokens=suppressed, holes_eos_inf=True, **arguments)[
@@ -95,33 +95,33 @@ def test_holes_do_not_count_as_new_tokens(pair: Any) -> None:
         assert out[:5] == [1, token_id, 2, token_id, 3]
         answer = out[5:]
         assert answer.index(end) == len(answer) - 1 if end in answer else len(answer) == 6
-        ended += end in answer[:4]
-    assert ended, "no answer ends early: nothing was tested"
+        num_early += end in answer[:4]
+    assert num_early
 
 
-def test_the_model_is_left_as_it_was(pair: Any) -> None:
+def test_generate_does_not_change_the_model(pair: Any) -> None:
     plain, _, arguments = pair
     ids = torch.tensor([[1, 2, 3, 4]])
     plain.train()
 
-    def condition() -> tuple[Any, ...]:
+    def state_of_model() -> tuple[Any, ...]:
         hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in plain.modules()]
         return plain.config._attn_implementation, [part.training for part in plain.modules()], hooks
 
-    before, logits = condition(), plain(ids).logits
+    before, logits = state_of_model(), plain(ids).logits
     plain.generate(ids, max_new_tokens=6, **arguments)
-    assert condition() == before
+    assert state_of_model() == before
     assert torch.equal(plain(ids).logits, logits)
     message = "unknown sampler: 'treshold'"
     refuses(lambda: plain.generate(ids, max_new_tokens=6, sampler="treshold", **arguments), message)
 
     def fail(state: Any, commit: Any) -> None:
-        raise RuntimeError("a mistake of the caller's")
+        raise RuntimeError("callback failed")
 
-    refuses(lambda: plain.generate(ids, max_new_tokens=6, callback=fail, **arguments), "a mistake", RuntimeError)
-    assert condition() == before
+    refuses(lambda: plain.generate(ids, max_new_tokens=6, callback=fail, **arguments), "callback failed", RuntimeError)
+    assert state_of_model() == before
     assert torch.equal(plain(ids).logits, logits)
-    # decoding the usual way still works
+    # generate of transformers still works
     assert plain.eval().generate(ids, max_new_tokens=3, do_sample=False).shape[1] > 4
 
 
@@ -133,7 +133,7 @@ def test_masks_in_the_ids_are_filled(pair: Any) -> None:
     expected = paradec.generate(loaded, input_ids=ids, max_new_tokens=4)
     assert (out != mask).all() and out[0, [0, 2, 4]].tolist() == [1, 3, 5]
     assert torch.equal(out, expected.sequences[:, : out.shape[1]])
-    # end tokens, which the model would write, are excluded from holes
+    # end tokens, which the model would choose, are excluded from holes
     ends = {"eos_token_id": [int(out[0, 1]), int(out[0, 3])], "max_new_tokens": 4}
     allowed, excluded = (plain.generate(ids, holes_eos_inf=value, **ends, **arguments) for value in (False, True))
     assert torch.equal(allowed[0, :5], out[0, :5]) and torch.equal(excluded[0, [0, 2, 4]], ids[0, [0, 2, 4]])
@@ -148,8 +148,8 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
     streamer = TextStreamer(tokenizer, skip_prompt=True)
-    bound = functools.partial(paradec.hf_generate, streamer=streamer, tokenizer=tokenizer)
-    arguments = {"custom_generate": bound, "prediction": "same", "eos_token_id": list(facts.eos_token_ids)}
+    custom_generate = functools.partial(paradec.hf_generate, streamer=streamer, tokenizer=tokenizer)
+    arguments = {"custom_generate": custom_generate, "prediction": "same", "eos_token_id": list(facts.eos_token_ids)}
     out = module.generate(ids, max_new_tokens=8, pad_token_id=facts.pad_token_id, **arguments)
     assert tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == "apple fig pear"
     assert capsys.readouterr().out == tokenizer.decode(out[0, ids.shape[1] :]) + "\n"
@@ -204,8 +204,8 @@ def test_a_kv_cache_passed_as_cache_is_refused(pair: Any) -> None:
     request = {name: value for name, value in arguments.items() if name != "custom_generate"}
     message = "cache='dual' must be a cache of transformers; give kv_cache='dual'"
     refuses(lambda: paradec.hf_generate(plain, ids, generation_config=config, cache="dual", **request), message)
-    bound = functools.partial(paradec.hf_generate, cache="dual")
-    refuses(lambda: plain.generate(ids, generation_config=config, custom_generate=bound, **request), "cache='dual'")
+    custom = functools.partial(paradec.hf_generate, cache="dual")
+    refuses(lambda: plain.generate(ids, generation_config=config, custom_generate=custom, **request), "cache='dual'")
 
 
 def test_either_length_field_is_accepted(pair: Any) -> None:

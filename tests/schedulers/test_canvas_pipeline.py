@@ -1,5 +1,7 @@
-"""DiffusionGemmaPipeline with diffusers' and paradec's EntropyBoundScheduler equals transformers' generate and
-paradec.generate, except for canvases that reach the last step."""
+"""DiffusionGemmaPipeline with the EntropyBoundScheduler of diffusers and of paradec.
+
+It equals transformers' generate and paradec.generate, except for canvases that reach the last step.
+"""
 
 import inspect
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ def gemma_pipeline(module: Any, scheduler: Any, processor: Any) -> Any:
     return diffusers.DiffusionGemmaPipeline(module, scheduler, processor)
 
 
-class Prompts:
+class PromptProcessor:
     eos_token_id = None
 
     def __init__(self, rows: list[list[int]]):
@@ -57,7 +59,7 @@ def run_pipeline(
     module: Any, scheduler: Any, rows: list[list[int]], seed: int, **call: Any
 ) -> tuple[Tensor, list[Step]]:
     """Return the tokens of two canvases from DiffusionGemmaPipeline, and its steps."""
-    pipeline = gemma_pipeline(module, scheduler, Prompts(rows))
+    pipeline = gemma_pipeline(module, scheduler, PromptProcessor(rows))
     steps: list[Step] = []
 
     def record_step(pipe: Any, step: int, timestep: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -74,7 +76,7 @@ def run_pipeline(
 
 
 def run_transformers(module: Any, rows: list[list[int]], seed: int, **settings: Any) -> Tensor:
-    prompts = Prompts(rows)
+    prompts = PromptProcessor(rows)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         out = module.generate(
@@ -87,8 +89,8 @@ def run_transformers(module: Any, rows: list[list[int]], seed: int, **settings: 
 
 ROWS = [[9, 20, 31], [40, 41, 42, 43, 44], [50, 51, 52, 53]]
 SCHEDULERS = {
-    "ours": lambda: schedulers.EntropyBoundScheduler(gamma=BOUND),
-    "theirs": lambda: diffusers.EntropyBoundScheduler(entropy_bound=BOUND),
+    "paradec": lambda: schedulers.EntropyBoundScheduler(gamma=BOUND),
+    "diffusers": lambda: diffusers.EntropyBoundScheduler(entropy_bound=BOUND),
 }
 
 
@@ -96,19 +98,19 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_converged_rows_equal_transformers(name: str) -> None:
     module, model = tiny_gemma(), paradec.wrap(tiny_gemma(), pad_token_id=GEMMA_PAD)
-    converged = 0
+    num_converged = 0
     for seed in range(3):
         actual, steps = run_pipeline(module, SCHEDULERS[name](), ROWS, seed)
         if any(step.timestep == STEPS - 1 for step in steps):  # the next test has rows that do not converge
             continue
-        converged += 1
+        num_converged += 1
         assert torch.equal(actual, run_transformers(module, ROWS, seed))
         settings = {"entropy_bound": BOUND, "confidence_threshold": CONFIDENCE, "max_denoising_steps": STEPS}
         request = {"sampler": paradec.samplers.create("diffusion_gemma", **settings), "rng": "reference", "seed": seed}
         out = paradec.generate(model, ROWS, max_new_tokens=2 * CANVAS, eos_early_stop=False, **request)
         assert torch.equal(actual, out.new_tokens)
     model.unwrap()
-    assert converged
+    assert num_converged
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -134,18 +136,19 @@ def test_at_the_last_step_the_pipeline_returns_the_noisy_canvas(name: str, confi
 
 
 def test_steps_equal_diffusers_scheduler() -> None:
-    theirs = diffusers.EntropyBoundScheduler(entropy_bound=0.8)
-    ours = schedulers.EntropyBoundScheduler.from_config(theirs.config)
-    for scheduler in (theirs, ours):
+    diffusers_scheduler = diffusers.EntropyBoundScheduler(entropy_bound=0.8)
+    paradec_scheduler = schedulers.EntropyBoundScheduler.from_config(diffusers_scheduler.config)
+    for scheduler in (diffusers_scheduler, paradec_scheduler):
         scheduler.set_timesteps(8)
     generators = [torch.Generator().manual_seed(5) for _ in range(2)]
     for timestep in range(8):
         logits = 4 * torch.randn(3, 10, 20, generator=torch.Generator().manual_seed(timestep))
         sample = torch.randint(0, 20, (3, 10))
-        a, b = (s.step(logits, timestep, sample, generator=g) for s, g in zip((theirs, ours), generators))
+        expected = diffusers_scheduler.step(logits, timestep, sample, generator=generators[0])
+        actual = paradec_scheduler.step(logits, timestep, sample, generator=generators[1])
         for names in (("prev_sample",) * 2, ("sampled_tokens",) * 2, ("accepted_index", "transfer_index")):
-            assert torch.equal(getattr(a, names[0]), getattr(b, names[1])), (timestep, names)
-        assert not b.editing_transfer_index.any()
-        p = (b.pred_logits.softmax(-1)).gather(-1, b.sampled_tokens.unsqueeze(-1)).squeeze(-1)
-        torch.testing.assert_close(b.sampled_probs, p.double())
+            assert torch.equal(getattr(expected, names[0]), getattr(actual, names[1])), (timestep, names)
+        assert not actual.editing_transfer_index.any()
+        p = actual.pred_logits.softmax(-1).gather(-1, actual.sampled_tokens.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(actual.sampled_probs, p.double())
     assert torch.equal(generators[0].get_state(), generators[1].get_state())

@@ -184,7 +184,9 @@ def toy_run(module: Toy, latent: Tensor, times: list[float] = TIMES) -> list[Ten
     return outputs
 
 
-def by_hand(module: Toy, latent: Tensor, head: int, tail: int, skips: Callable[..., bool]) -> tuple[list[Tensor], str]:
+def run_plain_loop(
+    module: Toy, latent: Tensor, head: int, tail: int, skips: Callable[..., bool]
+) -> tuple[list[Tensor], str]:
     """Run the first blocks, then the middle blocks or add their last residual, then the last blocks."""
     outputs, pattern, last_probe, residual = [], "", None, None
     last = len(module.blocks) - tail
@@ -222,7 +224,7 @@ CASES: dict[str, tuple[Any, int, int, Callable[..., bool]]] = {
 def test_equals_a_plain_loop(case: str) -> None:
     rule, head, tail, skips = CASES[case]
     module, latent = toy()
-    expected, pattern = by_hand(module, latent, head, tail, skips)
+    expected, pattern = run_plain_loop(module, latent, head, tail, skips)
     assert ("." in pattern) == (case != "DBCache, off") and pattern.count("F") > 1
     with accelerate(module, rule) as session:
         for _ in range(2):  # a run does not depend on the previous run
@@ -241,8 +243,8 @@ DICACHE: dict[str, tuple[DiCache, str | None]] = {
 }
 
 
-def dicache_by_hand(module: Toy, latent: Tensor, rule: DiCache, aligned: bool) -> tuple[list[Tensor], str]:
-    """DiCache like its public code, with residuals of all blocks and the probe of the previous step."""
+def run_dicache_loop(module: Toy, latent: Tensor, rule: DiCache, aligned: bool) -> tuple[list[Tensor], str]:
+    """Run DiCache like its public code, with residuals of all blocks and the probe of the previous step."""
     outputs, pattern, total = [], "", 0.0
     residuals: list[Tensor] = []
     probes: list[Tensor] = []
@@ -277,7 +279,7 @@ def dicache_by_hand(module: Toy, latent: Tensor, rule: DiCache, aligned: bool) -
 def test_dicache_equals_a_plain_loop(case: str) -> None:
     rule, basis = DICACHE[case]
     module, latent = toy()
-    expected, pattern = dicache_by_hand(module, latent, rule, basis is None)
+    expected, pattern = run_dicache_loop(module, latent, rule, basis is None)
     assert "." in pattern[3:] and pattern.count("F") > 2 and pattern[-1] == "F"
     with accelerate(module, Forecast(when=rule, how=basis)) as session:
         for _ in range(2):
@@ -302,7 +304,7 @@ def test_dicache_keeps_separate_state_per_call() -> None:
     module, latent = toy()
     rule = DiCache(0.5, retention_ratio=0.0, num_inference_steps=10)
     latents = (latent, 3 * latent.flip(0))
-    expected = [dicache_by_hand(module, start, rule, True) for start in latents]
+    expected = [run_dicache_loop(module, start, rule, True) for start in latents]
     assert expected[0][1] != expected[1][1]
     with accelerate(module, rule) as session, torch.no_grad():
         current = list(latents)

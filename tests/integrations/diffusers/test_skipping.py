@@ -97,7 +97,7 @@ def test_seacache_replays_diffusers(number: int, wan: Any, monkeypatch: pytest.M
         assert len(noise) == case["batch"]
 
 
-def test_seacache_bounds_and_attaching(wan: Any) -> None:
+def test_seacache_bounds_and_settings_as_text(wan: Any) -> None:
     rule = SeaCache(1e9, max_consecutive_cached=4, retention_steps=3, cache_end_steps=2)
     with accelerate(wan, Forecast(when=rule, how="reuse")) as session:
         first = run_recorded_call(wan, 0)
@@ -167,13 +167,13 @@ def test_seacache_unpacks_cells(name: str) -> None:
     with accelerate(pipe, SeaCache(0.3)) as session:
         latents = pipe(**call, callback_on_step_end=record_latent).images
     [evaluated] = full_steps(session)
-    pictures = [
+    indicators = [
         seacache_indicator(unpack_cells(latent.double(), rows, columns), min(max(float(sigma), 1e-6), 1 - 1e-6))
         for latent, sigma in zip(inputs[:12], pipe.scheduler.sigmas, strict=False)
     ]
     expected, total = [0], 0.0
     for step in range(1, 12):
-        total += np.abs(pictures[step] - pictures[step - 1]).mean() / np.abs(pictures[step - 1]).mean()
+        total += np.abs(indicators[step] - indicators[step - 1]).mean() / np.abs(indicators[step - 1]).mean()
         if step == 11 or total >= 0.3 or step - expected[-1] > 2:
             expected, total = [*expected, step], 0.0
     assert evaluated == expected and 2 < len(evaluated) < 11
@@ -229,7 +229,9 @@ def test_runs_that_start_at_a_later_step(begin: int) -> None:
     assert levels == pipe.scheduler.sigmas[begin:-1].tolist()
 
 
-def by_hand(pipe: Any, inputs: Any, steps: int, calls: int, threshold: float, ret_steps: int) -> tuple[Tensor, list]:
+def run_easycache_loop(
+    pipe: Any, inputs: Any, steps: int, calls: int, threshold: float, ret_steps: int
+) -> tuple[Tensor, list]:
     """Return EasyCache's final latent and its evaluated steps."""
     scheduler = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(steps)
@@ -267,7 +269,7 @@ def test_easycache_equals_a_plain_loop(name: str, calls: int) -> None:
         with accelerate(pipe, EasyCache(threshold, ret_steps=ret_steps)) as session:
             latent = pipe(inputs, 14, calls)
             assert torch.equal(pipe(inputs, 14, calls), latent)
-        expected, full = by_hand(pipe, inputs, 14, calls, threshold, ret_steps)
+        expected, full = run_easycache_loop(pipe, inputs, 14, calls, threshold, ret_steps)
         assert full_steps(session) == [full] * calls and session.transformers[0].run_progress.memory == {}
         torch.testing.assert_close(latent, expected, rtol=1e-4, atol=1e-5)
         actual.add(tuple(full))
@@ -325,7 +327,7 @@ def test_the_watched_tensor_does_not_depend_on_the_target(name: str) -> None:
 
 
 @torch.no_grad()
-def test_teacache_as_published() -> None:
+def test_teacache_equals_a_plain_loop() -> None:
     pipe, inputs = loop_pipeline("DiT")
     module, steps, threshold = pipe.transformer, 12, 0.15
     rule = AccumulatedChange(threshold, (0.5, 0.1, 0), watch="modulated", last_steps=1)
@@ -363,7 +365,7 @@ def test_teacache_as_published() -> None:
     torch.testing.assert_close(latent, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_watch_is_checked() -> None:
+def test_wrong_settings_of_accumulated_change_are_refused() -> None:
     module, inputs = tiny_transformer("DiT")
     with accelerate(module, AccumulatedChange(last_steps=2)):
         refuses(lambda: denoise(module, inputs, 2), "last_steps=2 needs")

@@ -44,7 +44,7 @@ def test_searched_steps_and_their_report(digits: Any, tmp_path: Path) -> None:
         assert len(schedule.steps) == 2 and schedule.total == 5 and schedule.scheduler == "DDIMScheduler"
         for half, seeds in (("choose", tuned.seeds), ("report", tuned.report)):
             for seed, error in zip(seeds, tuned.errors[name][half], strict=True):
-                assert error == pytest.approx(by_hand(digits, seed, schedule.steps), rel=1e-6)
+                assert error == pytest.approx(measure_error(digits, seed, schedule.steps), rel=1e-6)
     choose = {name: statistics.fmean(tuned.errors[name]["choose"]) for name in tuned.errors}
     assert choose["best"] <= choose["even"] and tuned.num_sets <= 4 + 3
     # resumed: only the full runs are repeated
@@ -68,7 +68,8 @@ def test_searched_steps_and_their_report(digits: Any, tmp_path: Path) -> None:
         refuses(partial(tune_steps, digits, run, **call | changed, study=part), f"another {message}")
 
 
-def by_hand(pipe: Any, seed: int, steps: Any) -> float:
+def measure_error(pipe: Any, seed: int, steps: Any) -> float:
+    """Return the relative error of the final latent if only `steps` are evaluated."""
     latents = []
     for settings in (None, Forecast(when=steps, where="output")):
         plain_step = pipe.scheduler.step
@@ -95,13 +96,13 @@ def by_hand(pipe: Any, seed: int, steps: Any) -> float:
     return float((actual - full).norm() / (full - noise).norm())
 
 
-def test_the_whole_budget_is_the_full_run(digits: Any) -> None:
+def test_a_budget_of_all_steps_has_no_error(digits: Any) -> None:
     tuned = tune_steps(digits, lambda seed: run_digits(digits, seed, 4), budget=4, seeds=1, report=2, runs=9)
     assert tuned.best == tuned.even and tuned.errors["even"] == {"choose": [0.0], "report": [0.0, 0.0]}
     assert tuned.chosen == "even" and tuned.difference == (0, 0, 0) and "chosen: even" in str(tuned)
 
 
-def test_schedules_are_bound_to_their_runs(tmp_path: Path) -> None:
+def test_schedules_are_refused_in_other_runs(tmp_path: Path) -> None:
     pipe = wan_pipeline()
     actual = StepSchedule((0, 2, 5), 6, "UniPCMultistepScheduler", 3.0, "stack")
     actual.save(tmp_path / "steps.json")

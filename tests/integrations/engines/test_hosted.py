@@ -81,7 +81,7 @@ def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) ->
     assert_rows_equal_generate(model, samplers.create(name), rows, draw)
 
 
-def test_the_model_s_last_block_may_be_cut_off() -> None:
+def test_max_length_may_shorten_the_last_block() -> None:
     hosted = Hosted("threshold", dataclasses.replace(FACTS, max_length=10))
     for key in range(2):
         hosted.open(key, [1, 2, 3, 4, 5, 6, 7, 8 + key], 1 + key)
@@ -107,7 +107,7 @@ def test_edits_report_the_stored_tokens() -> None:
     assert hosted.done(0)
 
 
-def test_answers_only_grow_under_rewriting_rules() -> None:
+def test_answers_only_grow_with_samplers_that_rewrite_tokens() -> None:
     torch.manual_seed(0)
     hosted, num_rewritten = Hosted(samplers.create("editing", threshold=0.2, editing_threshold=0.2), FACTS), 0
     for row in range(8):
@@ -155,7 +155,7 @@ def test_logits_of_the_engine_are_not_written_to() -> None:
         assert logits.equal(before)
 
 
-def test_remembered_state_moves_to_another_row() -> None:
+def test_the_memory_of_a_sequence_moves_to_another_row() -> None:
     torch.manual_seed(0)
     logits = [3 * torch.randn(4, VOCAB) for _ in range(8)]
     full, parts = Hosted("saber", FACTS), Hosted("saber", FACTS)
@@ -175,7 +175,7 @@ def test_remembered_state_moves_to_another_row() -> None:
     refuses(lambda: parts.set_sequence_memory(1, parts.copy_sequence_memory(0)), "key=1 has been stepped")
 
 
-def test_bad_input_is_named_before_anything_happens() -> None:
+def test_invalid_input_is_refused_and_changes_no_state() -> None:
     refuses(lambda: Hosted("threshold", ModelFacts(VOCAB, topology="causal")), "has no masks to fill")
     for name in ("freedave", "wino", "adablock", "halton", "diffusion_gemma"):
         refuses(partial(Hosted, name, FACTS), f"sampler '{name}' cannot run inside an engine")
@@ -195,12 +195,12 @@ def test_bad_input_is_named_before_anything_happens() -> None:
     hosted.open(0, [1, 2, 3], 1, eos_early_stop=False)
     hosted.open(1, [1, 2, 3], 4)
     refuses(lambda: hosted.open(0, [1], 4), "key=0 is open already")
-    fine = torch.randn(4, VOCAB)
-    for bad in ({0: fine, 2: fine}, {0: fine, 1: fine[:3]}, {0: fine, 1: fine.long()}, {0: fine, 1: None}):
-        refuses(partial(hosted.step, bad), f"key={max(bad)}", (ValueError, TypeError))
+    valid = torch.randn(4, VOCAB)
+    for logits in ({0: valid, 2: valid}, {0: valid, 1: valid[:3]}, {0: valid, 1: valid.long()}, {0: valid, 1: None}):
+        refuses(partial(hosted.step, logits), f"key={max(logits)}", (ValueError, TypeError))
         assert hosted.window(0)[1].tolist() == [1, 2, 3, MASK]
-    assert hosted.step({0: fine})[0].done
-    for call in (lambda: hosted.step({0: fine}), lambda: hosted.window(0)):
+    assert hosted.step({0: valid})[0].done
+    for call in (lambda: hosted.step({0: valid}), lambda: hosted.window(0)):
         refuses(call, "key=0 is done")
     hosted.close(0)
     refuses(lambda: hosted.close(0), "key=0 is not open")

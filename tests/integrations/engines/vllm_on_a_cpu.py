@@ -29,7 +29,7 @@ class _Driver:
 triton.backends.backends.setdefault("cpu", types.SimpleNamespace(driver=_Driver, compiler=None))
 
 import torch  # noqa: E402
-from checkpoints import CONFIGS, family_weights, small_config, small_weights  # noqa: E402  # noqa: E402
+from checkpoints import CONFIGS, family_weights, small_config, small_weights  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: E402
@@ -48,13 +48,14 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 1, "torch_dtype": "float32",
 }  # fmt: skip
 """vLLM's attention on a CPU needs a head size of at least 32."""
-OF_EXPERTS = {"llada2": "llada2-tiny", "sdar_moe": "sdar-moe-tiny"}
+MOE_CHECKPOINTS = {"llada2": "llada2-tiny", "sdar_moe": "sdar-moe-tiny"}
 KINDS = ("sdar", "fast_dllm_v2", "llada2", "sdar_moe")
 
 
 def checkpoint(kind: str, folder: Path) -> Path:
-    if kind in OF_EXPERTS:
-        name = OF_EXPERTS[kind]
+    """Write a small random checkpoint of a kind to a new folder and return the folder."""
+    if kind in MOE_CHECKPOINTS:
+        name = MOE_CHECKPOINTS[kind]
         block = {"block_length" if kind == "llada2" else "block_size": BLOCK}
         config = small_config(name, **SIZES, **block, moe_intermediate_size=32)
         if kind == "llada2":
@@ -73,6 +74,8 @@ def checkpoint(kind: str, folder: Path) -> Path:
 
 
 class Engine:
+    """vLLM's `LLM` for a checkpoint, with the same model in paradec in float32 and float64."""
+
     def __init__(self, folder: Path, **options: Any):
         arguments: dict[str, Any] = {
             "dtype": "float32", "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 64, **options,

@@ -135,7 +135,7 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
     assert next(ours, None) is None and our_commits == their_commits, row.where
 
 
-@pytest.mark.parametrize("name", mark_others_full(STATIC, case_rows=1))
+@pytest.mark.parametrize("name", mark_others_full(STATIC, together=1))
 def test_by_answers(name: str) -> None:
     trace = load_trace(name)
     settings = trace["settings"] | {"draft_steps": 4}
