@@ -53,8 +53,7 @@ class Encoder(Model):
 
 
 class Opaque(Model):
-    """Any module that maps ids to logits. It is called with ids alone, without padding: all rows of a call have one
-    length."""
+    """Any module that maps ids to logits. It is called with ids alone; all rows of a call have one length."""
 
     kind = "opaque"
     hidden_size = None

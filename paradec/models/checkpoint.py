@@ -231,8 +231,7 @@ def read_weight_headers(source: str, revision: str | None) -> dict[str, StoredTe
 
 
 def read_tensors(source: str, names: Collection[str], revision: str | None) -> dict[str, Any]:
-    """Read stored tensors by `names`, a part of those that `read_weight_headers` returns. Raises CheckpointError for
-    wrong files."""
+    """Read tensors by name; `read_weight_headers` must list the names. Raises CheckpointError for wrong files."""
     from safetensors import SafetensorError, safe_open
 
     single = fetch(source, WEIGHTS, revision)

@@ -234,8 +234,7 @@ def network_classes(source: str) -> tuple[Any, Any]:
 def read_settings(
     source: str, config: Mapping[str, Any], base: Model, is_zlab: bool = True
 ) -> tuple[dict[str, Any], BlockSettings]:
-    """Return fields for transformers' config, and block settings. is_zlab: whether the format is z-lab's or
-    speculators'."""
+    """Return fields for transformers' config, and block settings. is_zlab: False for transformers' format."""
     where = f"config.json of {source!r}"
     names = ("hidden_size", "vocab_size", "num_target_layers")
     check_base_sizes(source, base, **{name: config.get(name) for name in names})

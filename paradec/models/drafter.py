@@ -89,13 +89,12 @@ class FeatureDrafter(Adapter):
         return expanded.index_copy_(-1, self.tokens, logits)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Features [R, F, layers * D] at F positions -> inputs [R, F, D] of the next positions; by default
-        unchanged."""
+        """Convert features [R, F, layers * D] at F positions to inputs [R, F, D] of the next positions. This base class
+        returns them unchanged."""
         return features
 
     def bind(self, model: Model) -> Self:
-        """A copy of the drafter with `model`, a request's copy of the base, as its base. Raises ValueError for another
-        model."""
+        """A copy of the drafter over `model`, a request's copy of the base. Raises ValueError for another model."""
         if getattr(model, "module", None) is not self.base.module:
             raise ValueError(
                 f"drafter {self.facts.name} reads features of {self.base.facts.name}, and cannot draft for "

@@ -145,8 +145,8 @@ class DSparkDrafter(WalkDrafter):
         self.tokens = None if tokens is None else tokens.to(self.device)
 
     def walk(self, states: Tensor, guide: Callable[[Tensor], Tensor], allowed: Tensor | None) -> MarkovWalk:
-        """Start a walk over states [branches * R, n, D]. guide: mixes the guidance branches of logits [branches * R, n,
-        Vd] to [R, n, Vd]."""
+        """Start a walk over states [branches * R, n, D]. guide: mixes guidance branches:
+        [branches * R, n, Vd] -> [R, n, Vd]."""
         return MarkovWalk(self, states, guide)
 
     def logits(self, states: Tensor) -> Tensor:

@@ -210,8 +210,8 @@ def read_end_ids(config: Mapping[str, Any], generation: Mapping[str, Any], token
 def _first_id(
     source: str, name: str, config: dict[str, Any], generation: dict[str, Any], tokenizer_id: Any, argument: Any = None
 ) -> Any:
-    """The first id that is not None, in the order of `values`. If ids differ, warn for mask ids unless `argument` is
-    given; otherwise log."""
+    """The first id that is not None, in the order of `values`. If the ids differ, log this, or warn for mask ids
+    without `argument`."""
     values = {
         "argument": argument,
         "config.json": config.get(name),

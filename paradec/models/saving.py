@@ -247,8 +247,7 @@ def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...
 
 
 def _find_fused(module_name: str, fused: Mapping[str, tuple[str, ...]] | None) -> tuple[str, tuple[str, ...]] | None:
-    """Name of the file's fused weight that contains `module_name`, and names of all weights in it; None if not
-    fused."""
+    """Name of the file's fused weight that contains `module_name`, and names of all weights in it; or None."""
     for name, parts in (fused or {}).items():
         for part in parts:
             if module_name.endswith(f".{part}"):
@@ -339,8 +338,7 @@ def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict
 
 
 def _int8_weights(module: nn.Module, names: Mapping[str, str]) -> dict[str, StackedWeight]:
-    """The weights of an int8 file. Keys: published names (`names`), for stacked or split weights names of the
-    module."""
+    """The weights of an int8 file. Keys: published names (`names`); for stacked or split weights module names."""
     tied, weights = getattr(module, "all_tied_weights_keys", None) or {}, {}
     for name in module.state_dict():
         if name not in tied:

@@ -62,7 +62,7 @@ def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, mod
 
 
 def special_attention(module: Any) -> dict[str, Any]:
-    """Config fields (name -> value) because of which a mask cannot express a module's attention; {} if there are
+    """Config fields (name -> value) that make attention differ from plain attention with a mask; {} if there are
     none."""
     config = module.config
     layers = getattr(config, "layer_types", None)

@@ -95,8 +95,8 @@ class ChameleonModel(TextToImageModel):
         return self._check_length(Grid(rows, columns, self.cells, row_end=layout.row_end, tail=tail), self.scale)
 
     def opening(self, grid: Grid) -> list[int]:
-        """The ids between a caption and the picture's first token: the start token, and the size if the layout has
-        it."""
+        """The ids between a caption and the picture's first token: the start token, and the size if the layout states
+        one."""
         layout = self.layout
         if layout.first_size is None:
             return [layout.start]

@@ -135,8 +135,7 @@ class GlmImageModel(TextToImageModel):
         return PreviewGrid(*large, self.cells, preview=small or (0, 0))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """Make a request. conditions: one or several captions, or rows of ids of complete prompts, up to the picture's
-        start."""
+        """Make a request. conditions: one or several captions, or rows of ids of prompts up to the picture's start."""
         self.refuse_negative_prompt(negative_prompt)
         rows = [row for row in self._rows("prompts", conditions, grid) for _ in range(num_images)]
         if any(self.end in row for row in rows):

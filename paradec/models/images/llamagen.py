@@ -214,8 +214,7 @@ class LlamaGen(nn.Module):
 
 
 def angles(cells: Tensor, config: LlamaGenConfig) -> Tensor:
-    """Rotations of pairs for cells [R, Q], clamped to the grid: complex [R, 1, Q, head_dim / 2]; 0 for the
-    condition."""
+    """Rotations of pairs for cells [R, Q] (clamped), complex [R, 1, Q, head_dim / 2]; 0 for the condition."""
     table = _angles(config.grid, config.head_dim // 2, config.rope_base, cells.device)
     return embedding(cells.clamp(-1, len(table) - 2) + 1, table).unsqueeze(1)
 
@@ -329,8 +328,7 @@ class LlamaGenModel(ImageModel):
         return cls(*read_network(cls.format, source, vq, text_encoder, dtype, device, grid, n_head))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
-        """Make a request. conditions: class labels (int or several), or captions (texts or features [T,
-        caption_dim])."""
+        """Make a request. conditions: one or several class labels or captions (texts, or features [T, caption_dim])."""
         if negative_prompt is not None:
             raise ValueError("LlamaGen has no negative_prompt: its unconditional input is fixed; leave it out")
         vocab = self.facts.vocab_size

@@ -231,8 +231,8 @@ class VQModel(nn.Module):
             self.quant_conv = nn.Conv2d(config.z_channels, config.codebook_embed_dim, 1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1]. Raises ValueError for wrong
-        ids."""
+        """Ids [B, h, w] int64 -> images [B, C, h * scale, w * scale], about [-1, 1]. Raises ValueError for a wrong
+        shape or id."""
         if codes.ndim != 3:
             raise ValueError(f"codes have shape {tuple(codes.shape)}; expected [batch, height, width]")
         if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.config.codebook_size:
