@@ -127,14 +127,14 @@ def test_models_without_a_decoder_return_codes() -> None:
     assert make(model).images.shape == (3, 4, 4)
 
 
-def draft_and_verify() -> list[str]:
+def list_draft_samplers() -> list[str]:
     names = paradec.samplers.names()
     kinds = {name: paradec.samplers.get(name) for name in names if name != "speculative"}
     return [name for name, kind in kinds.items() if kind.family == "draft_verify" and "image" in kind.models]
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", draft_and_verify())
+@pytest.mark.parametrize("name", list_draft_samplers())
 def test_every_sampler_makes_pictures(tiny: LlamaGenModel, name: str) -> None:
     sampler = paradec.samplers.create(name)
     out = make(tiny, sampler=sampler, trace=True)

@@ -127,7 +127,7 @@ def plain(models: dict[str, tuple[Any, Any]]) -> dict[tuple[str, float], list[li
     }
 
 
-def guided(scale: float, rows: int) -> dict[str, Any]:
+def guidance_arguments(scale: float, rows: int) -> dict[str, Any]:
     return {} if scale == 1 else {"guidance_scale": scale, "negative_prompt": NEGATIVE[:rows]}
 
 
@@ -142,7 +142,7 @@ def test_temperature_0_is_greedy_decoding(
         scale = 2.0 if new in (1, 4, 5) else 1.0
         expected = [ids[:new] for ids in plain[drafter, scale]]
         for rows in ([PROMPTS, PROMPTS[:1]][new % 2], [*PROMPTS, LONG]):
-            request = guided(scale, len(rows)) | {"max_new_tokens": new, "temperature": 0, "seed": 0}
+            request = guidance_arguments(scale, len(rows)) | {"max_new_tokens": new, "temperature": 0, "seed": 0}
             actual, state = decode_answers(sampler, model, rows, **request)
             assert actual == expected[: len(rows)], (new, len(rows))
             assert np.sum(state.accepted, 0).tolist() == [new] * len(rows)
@@ -196,7 +196,7 @@ def test_small_pictures_at_temperature_0(name: str, models: dict[str, tuple[Any,
                 ids.append(forced if forced >= 0 else int(logits.masked_fill(~allowed, -torch.inf).argmax()))
             expected.append(ids)
         for rows in (PROMPTS[:1], [PROMPTS[0], LONG]):
-            request = {"grid": grid, "temperature": 0, "seed": 0, **guided(scale, len(rows))}
+            request = {"grid": grid, "temperature": 0, "seed": 0, **guidance_arguments(scale, len(rows))}
             actual, _ = decode_answers(sampler, model, rows, **request)
             assert actual == expected[: len(rows)], (sampler, grid)
 

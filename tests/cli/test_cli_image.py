@@ -33,11 +33,11 @@ def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], Path]:
     return json.loads(result.stdout), sheet
 
 
-def colours(file: Path) -> int:
+def count_colours(file: Path) -> int:
     return len(Image.open(file).getcolors())
 
 
-def clip(cls: type) -> tuple[CLIPTokenizer, Any]:
+def make_clip(cls: type) -> tuple[CLIPTokenizer, Any]:
     """Create a tokenizer of letters and a text encoder with random weights."""
     vocab = {letter: index for index, letter in enumerate([*LETTERS, *(f"{letter}</w>" for letter in LETTERS)])}
     vocab |= {"<|startoftext|>": 52, "<|endoftext|>": 53}
@@ -60,7 +60,7 @@ def amused(tmp_path_factory: pytest.TempPathFactory) -> str:
         torch.nn.init.normal_(parameter, std=0.4)
     sizes = {"block_out_channels": [8], "latent_channels": 8, "norm_num_groups": 8, "num_vq_embeddings": 32}
     vqvae = VQModel(**sizes, lookup_from_codebook=True)
-    tokenizer, encoder = clip(CLIPTextModelWithProjection)
+    tokenizer, encoder = make_clip(CLIPTextModelWithProjection)
     pipe = AmusedPipeline(vqvae, tokenizer, encoder, transformer, AmusedScheduler(mask_token_id=31))
     folder = str(tmp_path_factory.mktemp("amused"))
     pipe.save_pretrained(folder)
@@ -112,7 +112,7 @@ def test_masked_digits(sampler: str, tmp_path: Path) -> None:
     report, sheet = run(tmp_path, *arguments, "--sampler", sampler)
     assert report["nfe"] == 4 and report["sampler"]["sampler"] == sampler
     assert report["forwarded_tokens"] < 4 * 2 * 100 if sampler == "recap" else report["forwarded_tokens"] == 4 * 2 * 100
-    assert colours(trace) == 4 + 1  # one colour per step, and one for the gap
+    assert count_colours(trace) == 4 + 1  # one colour per step, and one for the gap
 
 
 def test_mar_folder(mar: str, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_mar_folder(mar: str, tmp_path: Path) -> None:
     actual, sheet = run(tmp_path, *arguments, "--sampler", "recap", "--trace", str(trace))
     assert actual["nfe"] == 6 and actual["codes"] is None and actual["sampler"]["local_steps"] == 1
     assert run(tmp_path, *arguments, "--sampler", "ReCAP")[0]["sampler"] == actual["sampler"]
-    assert Image.open(sheet).size == (2 * 4 + 2, 2 * 4 + 2) and colours(trace) == 6 + 1
+    assert Image.open(sheet).size == (2 * 4 + 2, 2 * 4 + 2) and count_colours(trace) == 6 + 1
     assert run(tmp_path, *arguments)[0]["sampler"]["local_steps"] == 0  # the default sampler is mar
 
 
@@ -143,7 +143,7 @@ def test_amused_folder(sampler: str, amused: str, tmp_path: Path) -> None:
     flags += ["--sampler", sampler, "--temperature", "1.5", "--negative-prompt", "b", "--height", "8", "--width", "8"]
     report, sheet = run(tmp_path, *flags, "--trace", str(trace))
     assert report["pictures"] == 2 and report["sampler"]["sampler"] == sampler and Image.open(sheet).size == (18, 8)
-    assert colours(trace) == 5 + 1
+    assert count_colours(trace) == 5 + 1
     cells = report.get("cells")
     assert cells is None if sampler != "recap" else [some < full for some, full in cells] == [0, 1, 0, 1, 0]
     pixels = Image.open(sheet).tobytes()

@@ -31,7 +31,7 @@ def prompts(folder: Path, entries: list[Any], name: str = "prompts.jsonl") -> Pa
     return file
 
 
-def lines(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path) -> list[dict[str, Any]]:
     """Read the entries of a file of answers without their settings, which must be equal in every line."""
     result = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
     settings = [entry.pop("settings") for entry in result]
@@ -48,7 +48,7 @@ def as_prompts(*texts: Any) -> list[Any]:
 def test_answers_are_in_the_order_of_the_prompts(batch: int, tmp_path: Path) -> None:
     source, out = prompts(tmp_path, as_prompts(*GOOD)), tmp_path / "answers.jsonl"
     printed = ok("generate", "--in", source, "--out", out, "--batch", batch, "--seed", 0, "--temperature", 1)
-    answers = lines(out)
+    answers = read_lines(out)
     model = paradec.load()
     chats = [text if isinstance(text, list) else [{"role": "user", "content": text}] for text in GOOD]
     expected = paradec.generate(model, chats, seed=0, temperature=1.0)
@@ -74,7 +74,7 @@ def test_a_failing_prompt_has_an_error_and_the_others_answers(tmp_path: Path) ->
         file.write("\n{no json\n")
     result = run("generate", "--in", source, "--out", out)
     assert result.exit_code == 1 and "2 answers in" in result.stdout and "7 failed" in result.stdout
-    actual = lines(out)
+    actual = read_lines(out)
     assert [entry["line"] for entry in actual] == [1, 2, 3, 4, 5, 6, 7, 8, 10]
     assert actual[0]["id"] == "a" and actual[2]["id"] == 7 and "id" not in actual[1]
     assert [entry.get("text") for entry in actual] == ["apple fig pear", *[None] * 4, "fig fox cow", *[None] * 3]
@@ -94,7 +94,7 @@ def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, mon
     flags = ("--temperature", 1, "--batch", 2, "--max-new-tokens", 6, "--seed", 3)
     assert run("generate", "--in", source, "--out", full, *flags).exit_code == 1
     data = full.read_bytes()
-    assert "é\u2028\x85🦊".encode() in data and [entry["line"] for entry in lines(full)] == [1, 2, 3]
+    assert "é\u2028\x85🦊".encode() in data and [entry["line"] for entry in read_lines(full)] == [1, 2, 3]
     write, seen = files.write_lines, []
     # record the file that the resumed job has written before it sorts the lines
     monkeypatch.setattr(files, "write_lines", lambda *arguments: (seen.append(out.read_bytes()), write(*arguments)))
@@ -172,10 +172,10 @@ def test_files_without_answers_are_not_overwritten(tmp_path: Path) -> None:
         assert out.read_bytes() == text
     out.write_bytes(b'{"line": ' + b"[" * 5000)
     ok("generate", "--in", source, "--out", out, "--resume")
-    assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
+    assert [entry["text"] for entry in read_lines(out)] == ["apple fig pear"]
     out.write_bytes(b"\xef\xbb\xbf" + out.read_bytes().replace(b"\n", b"\r\n"))  # as some editors save it
     ok("generate", "--in", source, "--out", out, "--resume")
-    assert [entry["text"] for entry in lines(out)] == ["apple fig pear"]
+    assert [entry["text"] for entry in read_lines(out)] == ["apple fig pear"]
 
 
 def test_invalid_lines_fail_alone(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_invalid_lines_fail_alone(tmp_path: Path) -> None:
     source.write_text("\n".join(each.decode() if isinstance(each, bytes) else json.dumps(each) for each in entries))
     for resume in ((), ("--resume",)):
         assert run("generate", "--in", source, "--out", out, *resume).exit_code == 1
-        actual = lines(out)
+        actual = read_lines(out)
         assert "is not UTF-8 text" in actual[0]["error"] and "more than 100 deep" in actual[2]["error"]
         assert (actual[0]["prompt"], actual[0]["id"], actual[1]["text"]) == ("Sort: \ud800", "\udfff", "apple fig pear")
 
@@ -220,7 +220,7 @@ def test_text_files_and_more_answers_than_fit_into_one_batch(tmp_path: Path, mon
     ok("generate", "--in", source, "--out", out, "-n", 3, "--temperature", 1, "--seed", 5)
     texts = ["Shuffle: pear fig apple", "Copy: fig fox cow"]
     expected = paradec.generate(paradec.load(), texts, num_return_sequences=3, temperature=1.0, seed=5)
-    actual = lines(out)
+    actual = read_lines(out)
     assert [entry["line"] for entry in actual] == [1, 3]
     assert [text for entry in actual for text in entry["text"]] == expected.text
     assert [nfe for entry in actual for nfe in entry["nfe"]] == expected.row_nfe
@@ -249,7 +249,7 @@ def test_interrupted_batches_write_every_answer_once(copies: int, cause: str, tm
     monkeypatch.setattr(show.Bar, "update", watch)
     result = run("generate", *flags)
     if cause == "interrupt":
-        answers = [entry["line"] for entry in lines(out)]
+        answers = [entry["line"] for entry in read_lines(out)]
         assert result.exit_code == 130 and 0 < len(answers) < 4 and answers == sorted(answers)
         assert f"interrupted at {len(answers)} of 4: --resume continues" in result.output
         result = run("generate", *flags, "--resume")
@@ -257,7 +257,7 @@ def test_interrupted_batches_write_every_answer_once(copies: int, cause: str, tm
     model = paradec.load()
     request = {"sampler": "low_confidence", "max_new_tokens": 12, "block_length": 4, "num_return_sequences": copies}
     expected = paradec.generate(model, UNEVEN, **request)
-    answers = lines(out)
+    answers = read_lines(out)
     texts = [entry["text"] if copies > 1 else [entry["text"]] for entry in answers]
     assert [entry["line"] for entry in answers] == [1, 2, 3, 4] and sum(texts, []) == expected.text
 
@@ -275,7 +275,7 @@ def test_lines_may_have_a_constraint(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, entries), tmp_path / "answers.jsonl"
     command = ("generate", "--in", source, "--out", out, "--max-new-tokens", 6, "--regex", "kiwi.*")
     assert run(*command).exit_code == 1
-    actual = lines(out)
+    actual = read_lines(out)
     assert actual[0]["text"].startswith("kiwi") and "constraint" not in actual[0]
     model, together = paradec.load(), [entry["prompt"] for entry in entries[1:3]]
     expected = paradec.generate(model, together, constraint=first, max_new_tokens=6)
@@ -291,18 +291,18 @@ def test_lines_may_have_a_constraint(tmp_path: Path) -> None:
 def test_logprobs_of_files_equal_those_of_single_answers(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, as_prompts(GOOD[0], GOOD[2])), tmp_path / "answers.jsonl"
     ok("generate", "--in", source, "--out", out, "--logprobs", 2, "--batch", 1)
-    for entry in lines(out):
+    for entry in read_lines(out):
         expected = json.loads(ok("generate", entry["prompt"], "--logprobs", 2, "--json"))["logprobs"]
         assert entry["logprobs"] == expected and len(expected[0]["likely"]) == 2
     several = tmp_path / "several.jsonl"
     ok("generate", "--in", source, "--out", several, "--logprobs", 0, "-n", 2, "--temperature", 1)
-    assert [len(entry["logprobs"]) for entry in lines(several)] == [2, 2]
+    assert [len(entry["logprobs"]) for entry in read_lines(several)] == [2, 2]
 
 
 def test_a_line_without_a_prompt_says_what_it_has(tmp_path: Path) -> None:
     source, out = prompts(tmp_path, [{"id": 1, "text": "Sort: pear fig apple"}]), tmp_path / "answers.jsonl"
     assert run("generate", "--in", source, "--out", out).exit_code == 1
-    assert lines(out)[0]["error"].endswith("'text': rename the one with the text to \"prompt\"")
+    assert read_lines(out)[0]["error"].endswith("'text': rename the one with the text to \"prompt\"")
 
 
 def test_decide_answers_every_line(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_decide_answers_every_line(tmp_path: Path) -> None:
     flags = ("decide", "--in", source, "--out", out, "--span", "=apple|fig|pear")
     result = run(*flags)
     assert result.exit_code == 1 and f"2 answers in {out}, 2 failed" in result.stdout
-    answers = lines(out)
+    answers = read_lines(out)
     question = paradec.Span(texts=["apple", "fig", "pear"])
     for entry, prompt in ((answers[0], GOOD[0]), (answers[3], GOOD[2])):
         expected = paradec.decide(paradec.load(), prompt, {"span": question}).to_dict()["answers"]

@@ -41,7 +41,7 @@ def run_on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, *arguments: str
     return text
 
 
-def words(text: str) -> set[str]:
+def word_set(text: str) -> set[str]:
     return set(re.findall(r"[\w.:=+-]+", text))
 
 
@@ -53,7 +53,7 @@ def test_a_terminal_lists_names_and_summaries(kind: str, width: int, monkeypatch
     registry = getattr(paradec, kind)
     for name in registry.names():
         assert re.search(rf"^ +{re.escape(name)}( |$)", text, re.MULTILINE), name
-        assert words(registry.get(name).summary) <= words(text), name
+        assert word_set(registry.get(name).summary) <= word_set(text), name
     assert f"paradec {kind} NAME" in " ".join(text.split())
 
 
@@ -150,7 +150,7 @@ def test_caches_of_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_tasks_lists_words_and_examples(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     text = run_on_terminal(monkeypatch, width, "tasks")
-    assert words(" ".join(packaged.WORDS)) <= words(text)
+    assert word_set(" ".join(packaged.WORDS)) <= word_set(text)
     flat = " ".join(text.split())
     for task in TASKS:
         assert packaged.example_prompt(task) in flat or width == 50  # at width 50 prompts are wrapped

@@ -14,7 +14,7 @@ from paradec.models.adapter import Model
 PROMPT = "Reverse: pear fig apple kiwi"
 
 
-def frames(model: Model, width: int, prompt: Any = PROMPT, height: int = 25, **request: Any) -> list[list[str]]:
+def draw_frames(model: Model, width: int, prompt: Any = PROMPT, height: int = 25, **request: Any) -> list[list[str]]:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     view, seen = LiveView(model.tokenizer, console), []
 
@@ -30,7 +30,7 @@ def frames(model: Model, width: int, prompt: Any = PROMPT, height: int = 25, **r
 @pytest.mark.thinned
 @pytest.mark.parametrize("width", [40, 60, 200])
 def test_every_frame_fits_and_counts_the_tokens(width: int, packaged: Model) -> None:
-    seen = frames(packaged, width, sampler="low_confidence", max_new_tokens=100, block_length=10)
+    seen = draw_frames(packaged, width, sampler="low_confidence", max_new_tokens=100, block_length=10)
     for number, (status, *text, legend) in enumerate(seen, 1):
         assert max(map(len, (status, *text, legend))) <= width
         match = re.search(r"(\d+) of (\d+) tokens, (\d+) forwards?", status)

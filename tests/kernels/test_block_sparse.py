@@ -47,7 +47,7 @@ interpreter = pytest.mark.skipif(
 )
 
 
-def tensors(
+def random_tensors(
     rows: int, heads: int, groups: int, length: int, width: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw queries [B, H, L, D], keys and values [B, G, L, D], whose attention is concentrated."""
@@ -62,7 +62,7 @@ def tensors(
     [(115, 16, 4, 2, 8), (64, 16, 2, 2, 4), (37, 128, 2, 1, 8), (40, 1, 1, 1, 4), (96, 24, 3, 1, 8)],
 )
 def test_means_equal_materialised_pooling(length: int, size: int, heads: int, groups: int, width: int) -> None:
-    query, key, _ = tensors(2, heads, groups, length, width)
+    query, key, _ = random_tensors(2, heads, groups, length, width)
     lengths, new = [length, length // 2 + 1], [length // 3, 5]
     for split in (generation_block(np.array(lengths), np.array(new), size).tolist(), None):
         expected = reference_means(query, key, size, lengths, split)
@@ -78,7 +78,7 @@ def test_means_equal_materialised_pooling(length: int, size: int, heads: int, gr
 
 
 def test_small_weights_next_to_large_ones_do_not_vanish() -> None:
-    query, key, _ = tensors(1, 1, 1, 32, dtype=torch.float32)
+    query, key, _ = random_tensors(1, 1, 1, 32, dtype=torch.float32)
     key[:, :, :16] += 60 * query[0, 0].mean(0) / query[0, 0].mean(0).norm()
     query = query[:, :, :1].expand(-1, -1, 32, -1).clone() + 20 * query[0, 0].mean(0)
     expected = reference_means(query, key, 8, [32], [2])
@@ -136,7 +136,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_lists_are_reference_attention(
     backend: str, dtype: torch.dtype, tolerance: float, length: int, size: int, heads: int, groups: int
 ) -> None:
-    query, key, value = tensors(2, heads, groups, length, 24 if backend == "triton" else 8, dtype)
+    query, key, value = random_tensors(2, heads, groups, length, 24 if backend == "triton" else 8, dtype)
     lengths, blocks = [length, max(1, length - 17)], math.ceil(length / size)
     index = random_lists(2, heads, blocks, size, 0.6 if backend == "triton" else 0.4)
     visible = visible_keys(index.to_mask(blocks), size, torch.arange(length).expand(2, -1), length)
@@ -151,7 +151,7 @@ def test_random_lists_are_reference_attention(
 
 @pytest.mark.usefixtures("untraced")
 def test_full_lists_are_dense_and_their_order_does_not_matter() -> None:
-    query, key, value = tensors(2, 4, 2, 75)
+    query, key, value = random_tensors(2, 4, 2, 75)
     dense = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
     all_blocks = BlockIndex.from_mask(torch.ones(2, 4, 5, 5, dtype=torch.bool), 16)
     for backend in ("torch", "flex"):
@@ -164,7 +164,7 @@ def test_full_lists_are_dense_and_their_order_does_not_matter() -> None:
 def test_queries_at_any_positions_of_any_rows(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(portable, "KEYS_PER_CHUNK", chunk)
     size, length, lengths = 8, 45, [45, 38, 20]
-    query, key, value = tensors(3, 2, 1, length)
+    query, key, value = random_tensors(3, 2, 1, length)
     index = random_lists(5, 2, 6, size, seed=1)
     rows = [4, 0, 2]
     chosen = [[0, 1, 7, 8, 9, 30, 44], [16, 17, 18, 19, 20], [3, 19]]
@@ -197,7 +197,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_no_tensor_has_queries_times_keys_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     length, size = 2048, 32
-    query, key, value = tensors(1, 2, 1, length, dtype=torch.float32)
+    query, key, value = random_tensors(1, 2, 1, length, dtype=torch.float32)
     monkeypatch.setattr(portable, "KEYS_PER_CHUNK", 2**16)
     monkeypatch.setattr(portable, "SCORES_PER_CHUNK", 2**16)
     first = generation_block(np.array([length]), np.array([256]), size)
@@ -223,13 +223,13 @@ def test_no_tensor_has_queries_times_keys_elements(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
-    query, key, value = tensors(1, 2, 1, 32)
+    query, key, value = random_tensors(1, 2, 1, 32)
     arguments = {"index": random_lists(1, 2, 4, 8)} | change
     refuses(lambda: sparse_attention(query, key, value, **arguments), message)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    query, key, value = tensors(1, 3, 1, 32)
+    query, key, value = random_tensors(1, 3, 1, 32)
     refuses(lambda: block_means(query, key.repeat(1, 2, 1, 1), 8), "query has 3 heads; must be a multiple of the 2")
     refuses(lambda: block_means(query[:, :, :8], key, 8), "whole rows")
     refuses(lambda: sparse_attention(query, key, value[:, :, :9], None), "must have the same")
@@ -243,7 +243,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @interpreter
 def test_kernel_attends_to_everything() -> None:
-    query, key, value = tensors(1, 1, 1, 300, 12, torch.float32)
+    query, key, value = random_tensors(1, 1, 1, 300, 12, torch.float32)
     expected, sums = reference_attention(query, key, value, torch.ones(1, 1, 300, 300, dtype=torch.bool), [300])
     options = {"return_logsumexp": True, "backend": "triton", "block_size": 256}
     output, output_sums = sparse_attention(query, key, value, None, **options)
@@ -258,7 +258,7 @@ def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: i
     from paradec.kernels.block_sparse import triton as kernels
 
     monkeypatch.setattr(kernels, "_num_shares", lambda *_: shares)
-    query, key, value = tensors(2, 2, 1, 40, 16, torch.float32)
+    query, key, value = random_tensors(2, 2, 1, 40, 16, torch.float32)
     index, rows, lengths = random_lists(3, 2, 3, 16, 0.6, seed=2), [2, 0], [40, 33]
     positions = np.array([[2, 3, 15, 16, 17], [32, 32, 32, 32, 32]])
     valid = np.array([[True] * 5, [True] + [False] * 4])
@@ -279,7 +279,7 @@ def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: i
 @interpreter
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_kernel_finds_the_means(dtype: torch.dtype) -> None:
-    query, key, _ = tensors(2, 2, 1, 37, 24, dtype)
+    query, key, _ = random_tensors(2, 2, 1, 37, 24, dtype)
     lengths, first = [37, 20], [1, 1]
     expected = reference_means(query, key, 16, lengths, first)
     output = block_means(query, key, 16, lengths=lengths, first=first, backend="triton")
@@ -338,7 +338,7 @@ def test_the_report_says_what_was_computed() -> None:
     assert not torch.equal(out.sequences, decode().sequences)  # sparse attention changes the answer
 
 
-def steps_of(out: Any) -> tuple[int, int, int]:
+def step_counts(out: Any) -> tuple[int, int, int]:
     cost = out.attention
     return cost.dense_calls[0], cost.pattern_calls[0], cost.sparse_calls[0]
 
@@ -366,7 +366,7 @@ DUAL = {"cache": "dual"}
 )
 def test_numbers_of_dense_steps(settings: dict[str, Any], request_: dict[str, Any], expected: tuple) -> None:
     attention = SparseD(**{"select": 0.5, "block_size": 8} | settings)
-    assert steps_of(decode(rows=ROWS[:1], attention=attention, **request_)) == expected
+    assert step_counts(decode(rows=ROWS[:1], attention=attention, **request_)) == expected
 
 
 class Oracle:
@@ -461,7 +461,7 @@ def test_samplers_of_every_kind(sampler: str) -> None:
     alone = [paradec.generate(model, [row], **request) for row in ROWS]
     assert together.new_tokens.tolist() == [out.new_tokens[0].tolist() for out in alone]
     assert not (together.new_tokens == MASK).any()
-    calls = np.array([steps_of(out) for out in alone]).T
+    calls = np.array([step_counts(out) for out in alone]).T
     cost = together.attention
     assert calls.tolist() == [cost.dense_calls, cost.pattern_calls, cost.sparse_calls]
     assert calls.sum(0).tolist() == together.row_nfe
@@ -483,7 +483,7 @@ def test_decoding_through_the_kernels() -> None:
     for backend in ("torch", "triton"):
         settings = SparseD(select=0.4, block_size=8, dense_steps=1, backend=backend)
         outs.append(paradec.generate(model, [[7] * 21], attention=settings, **request))
-    assert torch.equal(outs[0].sequences, outs[1].sequences) and steps_of(outs[1]) == (0, 1, 2)
+    assert torch.equal(outs[0].sequences, outs[1].sequences) and step_counts(outs[1]) == (0, 1, 2)
     assert outs[0].attention == outs[1].attention and outs[1].attention.density[0] < 1
 
 

@@ -201,15 +201,15 @@ def test_packed_products_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed products are not used if one sum is wrong, if they are slow, or if PyTorch lacks them."""
     check, product = portable.has_packed_product.__wrapped__, portable._packed_product
 
-    def wrong(rows: Tensor, packed: Tensor) -> Tensor:
+    def wrong_product(rows: Tensor, packed: Tensor) -> Tensor:
         result = product(rows, packed)
         result[-1, -1] += 2
         return result
 
-    def missing(rows: Tensor, packed: Tensor) -> Tensor:
+    def missing_product(rows: Tensor, packed: Tensor) -> Tensor:
         raise RuntimeError("no such operator")
 
-    for replacement in (wrong, missing):
+    for replacement in (wrong_product, missing_product):
         monkeypatch.setattr(portable, "_packed_product", replacement)
         assert not check()
     monkeypatch.setattr(portable, "_packed_product", product)

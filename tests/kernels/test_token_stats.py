@@ -43,7 +43,7 @@ def runs_kernel(test: Callable[..., None]) -> Callable[..., None]:
     return NEEDS_TRITON(pytest.mark.filterwarnings("ignore:invalid value encountered")(test))
 
 
-def kernel(
+def run_kernel(
     logits: Tensor,
     temperature: float = 1.0,
     ids: Tensor | None = None,
@@ -177,7 +177,7 @@ def test_chunks_in_float64_equal_single_rows(vocabulary: int) -> None:
 
 
 def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
-    class Largest(TorchDispatchMode):
+    class LargestTensor(TorchDispatchMode):
         nbytes = 0
 
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -189,7 +189,7 @@ def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
 
     logits = logits_of(60, vocabulary=40_000)
     input_address = logits.untyped_storage().data_ptr()
-    with Largest() as largest:
+    with LargestTensor() as largest:
         token_stats(logits, path="chunked")
     assert 0 < largest.nbytes <= 2 * 4 * portable.CPU_BLOCK < logits.nbytes / 2
 
@@ -197,7 +197,7 @@ def test_chunked_makes_no_tensor_of_the_logits_size() -> None:
 TEMPERATURES = (0.05, 0.2, 1.0, 2.0)
 
 
-def plain(logits: Tensor, temperature: float) -> dict[str, Tensor]:
+def plain_stats(logits: Tensor, temperature: float) -> dict[str, Tensor]:
     """Compute the fields by their definitions, row by row in float64, after subtraction of the largest logit."""
     rows = []
     for row in logits.double().reshape(-1, logits.shape[-1]):
@@ -254,7 +254,7 @@ def test_statistics_equal_their_definitions_at_every_temperature(vocabulary: int
     small = path_for(logits) == "float64"
     for temperature in TEMPERATURES:
         stats = token_stats(logits, temperature=temperature, ids=ids)
-        expected = plain(logits, temperature)
+        expected = plain_stats(logits, temperature)
         assert_close(stats, expected, FIELDS, 1e-11 if small else 1e-6)
         assert_exact_zeros(stats, logits)
         exact = reference_stats(logits, temperature, ids)
@@ -262,7 +262,7 @@ def test_statistics_equal_their_definitions_at_every_temperature(vocabulary: int
         assert_exact_zeros(exact, logits)
         # the same sharpness at temperature 1
         sharp = (logits.double() / temperature).to(dtype)
-        assert_close(token_stats(sharp), plain(sharp, 1.0), FIELDS, 1e-11 if small else 1e-6)
+        assert_close(token_stats(sharp), plain_stats(sharp, 1.0), FIELDS, 1e-11 if small else 1e-6)
 
 
 def extreme_logits(vocabulary: int, dtype: torch.dtype) -> Tensor:
@@ -302,8 +302,8 @@ def test_kernel_at_every_temperature(dtype: torch.dtype, splits: int) -> None:
     logits = varied_logits(200, dtype)
     ids = torch.arange(40).expand(10, -1)
     for temperature in TEMPERATURES if splits == 1 else TEMPERATURES[::3]:
-        stats = kernel(logits, temperature, ids, block=128, splits=splits)
-        assert_close(stats, plain(logits, temperature), ONE_READ, 1e-6)
+        stats = run_kernel(logits, temperature, ids, block=128, splits=splits)
+        assert_close(stats, plain_stats(logits, temperature), ONE_READ, 1e-6)
         assert_exact_zeros(stats, logits)
 
 
@@ -314,11 +314,11 @@ def test_kernel_at_every_temperature(dtype: torch.dtype, splits: int) -> None:
 def test_kernel_with_extreme_logits(splits: int) -> None:
     logits = extreme_logits(100, torch.float32)
     for temperature in (1e-6, 1.0):
-        stats = kernel(logits, temperature, splits=splits)
+        stats = run_kernel(logits, temperature, splits=splits)
         assert_close(stats, reference_stats(logits, temperature)._asdict(), ONE_READ, 1e-6)
     alike = logits[1:].unsqueeze(1).expand(2, 5, -1).contiguous()
     draws = draws_for(2, 5, 1e-6)
-    sample = kernel(alike, draws=draws, splits=splits).sample
+    sample = run_kernel(alike, draws=draws, splits=splits).sample
     assert torch.equal(sample, token_stats(alike, draws=draws, path="float64").sample)
     assert sample[0].unique().tolist() == [30, 90] and len(sample[1].unique()) > 3
 
@@ -494,7 +494,7 @@ def test_kernel_equals_float64(dtype: torch.dtype, splits: int) -> None:
     logits = logits_of(2, 2, vocabulary=301, dtype=dtype)
     ids = torch.randint(301, (2, 2, 3), generator=torch.Generator().manual_seed(1))
     draws = draws_for(2, 2)
-    stats = kernel(logits, 1.0, ids, draws, block=64, splits=splits)
+    stats = run_kernel(logits, 1.0, ids, draws, block=64, splits=splits)
     exact = reference_stats(logits, 1.0, ids, draws)
     assert_close(stats, exact._asdict(), (*ONE_READ, "ids_prob", "sample", "sample_prob"), 1e-6)
     assert stats.smoothed_entropy is None
@@ -505,11 +505,11 @@ def test_kernel_equals_float64(dtype: torch.dtype, splits: int) -> None:
 def test_kernel_reads_strided_rows_and_divides_by_the_temperature() -> None:
     logits = logits_of(3, 4, vocabulary=70)
     view = logits[1:, 1:3]
-    assert_close(kernel(view, 0.8, block=32, splits=2), reference_stats(view, 0.8)._asdict(), ONE_READ, 1e-5)
+    assert_close(run_kernel(view, 0.8, block=32, splits=2), reference_stats(view, 0.8)._asdict(), ONE_READ, 1e-5)
     flat = logits.view(12, 70)[::3]
-    assert_close(kernel(flat), reference_stats(flat)._asdict(), ONE_READ, 1e-6)
+    assert_close(run_kernel(flat), reference_stats(flat)._asdict(), ONE_READ, 1e-6)
     stats = token_stats(flat.to(DEVICE), fields=ONE_READ, path="triton")
-    assert torch.equal(stats.token.cpu(), kernel(flat).token)
+    assert torch.equal(stats.token.cpu(), run_kernel(flat).token)
 
 
 @runs_kernel
@@ -525,7 +525,7 @@ def test_kernel_on_edge_cases(splits: int) -> None:
     logits[5, 0], logits[5, 90] = 1.0, torch.nan
     logits[6, 10], logits[6, 20] = torch.inf, 1.0
     logits[8, 0] = torch.nan
-    stats = kernel(logits, block=32, splits=splits)
+    stats = run_kernel(logits, block=32, splits=splits)
     assert stats.nonfinite.tolist() == [False] * 5 + [True] * 4
     assert stats.token[:5].tolist() == [5, 127, 0, 64, 34]
     good = reference_stats(logits[:5])

@@ -188,29 +188,29 @@ def test_wrong_shards_are_refused(tmp_path: Path) -> None:
     first, second = sorted(set(weight_map.values()))
     norm = "model.transformer.ln_f.weight"
 
-    def refused(message: str) -> None:
+    def check_refused(message: str) -> None:
         refuses(lambda: paradec.load(folder), message, paradec.CheckpointError)
 
     for wrong in (None, [], {}, "model.safetensors"):
         write_index(folder, wrong)
-        refused("index.json of .* has no 'weight_map'")
+        check_refused("index.json of .* has no 'weight_map'")
     write_index(folder, weight_map | {norm: "pytorch_model.bin"})
-    refused(f"{norm}.* is in 'pytorch_model.bin'; expected a .safetensors file")
+    check_refused(f"{norm}.* is in 'pytorch_model.bin'; expected a .safetensors file")
     write_index(folder, weight_map | {norm: f"../whole/{first}"})
-    refused("expected a .safetensors file in the same folder")
+    check_refused("expected a .safetensors file in the same folder")
     write_index(folder, weight_map | {norm: 3})
-    refused("is in 3; expected a .safetensors file")
+    check_refused("is in 3; expected a .safetensors file")
     write_index(folder, weight_map | {norm: "model-3.safetensors"})
-    refused("has no model-3.safetensors")
+    check_refused("has no model-3.safetensors")
     write_index(folder, weight_map | {norm: second if weight_map[norm] == first else first})
-    refused(f"does not hold {norm}")
+    check_refused(f"does not hold {norm}")
     write_index(folder, {name: file for name, file in weight_map.items() if name != norm})
-    refused(f"holds {norm}, which its index does not name")
+    check_refused(f"holds {norm}, which its index does not name")
     write_index(folder, weight_map)
     (folder / second).write_bytes((folder / second).read_bytes()[:-8])
-    refused("cannot be read: model-00002")
+    check_refused("cannot be read: model-00002")
     (folder / second).unlink()
-    refused("has no model-00002-of-00002.safetensors")
+    check_refused("has no model-00002-of-00002.safetensors")
 
 
 def test_revisions_of_a_cached_repository(hub: Path) -> None:

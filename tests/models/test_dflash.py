@@ -63,7 +63,7 @@ def to_transformers(config: Any, weights: dict[str, Tensor]) -> tuple[Any, dict[
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> Callable[..., DFlashDrafter]:
+def loader(tmp_path: Path) -> Callable[..., DFlashDrafter]:
     def load(base: Model, transformers_format: bool = False, **sizes: Any) -> DFlashDrafter:
         files = checkpoint(**sizes)
         folder = write_drafter(tmp_path / "d", *(to_transformers(*files) if transformers_format else files))
@@ -76,10 +76,10 @@ def speculative(drafter: DFlashDrafter) -> Any:
     return paradec.samplers.create("speculative", drafter=drafter)
 
 
-def test_drafts_tokens_and_forwards_equal_transformers(loaded: Any, tmp_path: Path) -> None:
+def test_drafts_tokens_and_forwards_equal_transformers(loader: Any, tmp_path: Path) -> None:
     """transformers 5.23 runs with eager attention, because its sdpa attention ignores the window."""
     base = tiny_base(layers=4)
-    drafter = loaded(base, transformers_format=True)
+    drafter = loader(base, transformers_format=True)
     options = {"attn_implementation": "eager", "dtype": torch.float64}
     theirs_eager = type(drafter.module).from_pretrained(tmp_path / "d", **options)
     head, calls, drafts = base.module.lm_head, [], []
@@ -102,9 +102,9 @@ def test_drafts_tokens_and_forwards_equal_transformers(loaded: Any, tmp_path: Pa
     assert accepted > 8
 
 
-def test_constrained_answers_have_the_right_distribution(loaded: Any) -> None:
+def test_constrained_answers_have_the_right_distribution(loader: Any) -> None:
     base = add_letter_tokenizer(tiny_base(layers=4), 2)
-    assert max(assert_masked_decoding(speculative(loaded(base)), base, "(ab|b)a?", 4, 600).row_nfe) < 4
+    assert max(assert_masked_decoding(speculative(loader(base)), base, "(ab|b)a?", 4, 600).row_nfe) < 4
 
 
 def plain_block(config: dict, weights: dict[str, Tensor], block: Tensor, features: Tensor, causal: bool) -> Tensor:
@@ -153,11 +153,11 @@ INNER = {"input_embedding_scale": 1.5, "output_multiplier": 0.7, "final_logit_so
 @pytest.mark.thinned
 @pytest.mark.parametrize("transformers_format", [False, True])
 @pytest.mark.parametrize("request_", [{}, {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "temperature": 0.8}])
-def test_drafts_follow_the_paper(loaded: Any, request_: dict[str, Any], transformers_format: bool) -> None:
+def test_drafts_follow_the_paper(loader: Any, request_: dict[str, Any], transformers_format: bool) -> None:
     base = tiny_base(layers=4)
     inner = {} if transformers_format else INNER
     config, weights = checkpoint(inner=inner)
-    method = speculative(loaded(base, transformers_format, inner=inner))
+    method = speculative(loader(base, transformers_format, inner=inner))
     state = method.start(base, PROMPTS, max_new_tokens=16, seed=3, **request_)
     request = Request(temperature=request_.get("temperature", 1.0))
     checked, accepted = 0, set()
@@ -190,9 +190,9 @@ def test_drafts_follow_the_paper(loaded: Any, request_: dict[str, Any], transfor
     assert checked > 12 and {1, 2} <= accepted
 
 
-def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
+def test_temperature_0_is_greedy_decoding(loader: Any) -> None:
     base = tiny_base(layers=4)
-    method = speculative(loaded(base))
+    method = speculative(loader(base))
     actual, state = decode_answers(method, base, PROMPTS, max_new_tokens=20, temperature=0, seed=0)
     assert actual == greedy(base.module, PROMPTS, 20)
     assert (state.accepted[0] == 1).all() and len(set(state.nfe.tolist())) > 1 and (state.nfe < 20).all()
@@ -206,14 +206,14 @@ def test_temperature_0_is_greedy_decoding(loaded: Any) -> None:
 
 
 @pytest.mark.parametrize("request_", [{}, {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5}])
-def test_answers_have_the_distribution_of_the_model(loaded: Any, request_: dict[str, Any]) -> None:
+def test_answers_have_the_distribution_of_the_model(loader: Any, request_: dict[str, Any]) -> None:
     base = tiny_base(layers=1)
-    assert min(p_values(speculative(loaded(base, targets=[0], block=3, seed=2)), base, **request_)) > 0.01 / 4
+    assert min(p_values(speculative(loader(base, targets=[0], block=3, seed=2)), base, **request_)) > 0.01 / 4
 
 
-def test_greedy_images_equal_undrafted_ones(loaded: Any) -> None:
+def test_greedy_images_equal_undrafted_ones(loader: Any) -> None:
     model = tiny_llamagen()
-    drafter = loaded(model, hidden=48, targets=[0, 1], mask=CODES - 1, block=6)
+    drafter = loader(model, hidden=48, targets=[0, 1], mask=CODES - 1, block=6)
     arguments = {"class_labels": [3, 7], "temperature": 0, "guidance_scale": 2.0, "output_type": "latent"}
     output = paradec.generate_images(model, sampler=speculative(drafter), **arguments)
     plain = paradec.generate_images(model, sampler=paradec.samplers.create("sjd", window=1), **arguments)
@@ -251,9 +251,9 @@ def test_wrong_checkpoints_are_refused(tmp_path: Path, change: Any, message: str
     refuses(lambda: paradec.load_drafter(folder, base=tiny_base(layers=4)), message, CheckpointError)
 
 
-def test_unsuitable_bases_are_refused(loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsuitable_bases_are_refused(loader: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_base(layers=4)
-    drafter = loaded(base)
+    drafter = loader(base)
     create = paradec.samplers.create
     refuses(lambda: create("speculative", drafter=drafter, window=7), "window=7 has no meaning")
     refuses(lambda: create("speculative", drafter=drafter, tree=(2, 1)), "has no meaning with drafter='d'")
@@ -261,7 +261,7 @@ def test_unsuitable_bases_are_refused(loaded: Any, tmp_path: Path, monkeypatch: 
     sampler, other_base = speculative(drafter), tiny_base(layers=4)
     refuses(lambda: sampler.start(other_base, [1, 2], max_new_tokens=4), "reads features of LlamaForCausalLM")
     monkeypatch.setitem(__import__("sys").modules, "transformers.models.muse_glimmer_assistant", None)
-    refuses(lambda: loaded(base), "needs transformers 5.23 or newer; this is", CheckpointError)
+    refuses(lambda: loader(base), "needs transformers 5.23 or newer; this is", CheckpointError)
 
 
 assert VOCAB == 5  # the mask id of the checkpoints, 4, is in the vocabulary

@@ -41,7 +41,7 @@ TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> Callable[..., EagleDrafter]:
+def loader(tmp_path: Path) -> Callable[..., EagleDrafter]:
     def load(base: Model, **sizes: Any) -> EagleDrafter:
         return paradec.load_drafter(write_drafter(tmp_path / "drafter", *eagle_weights(**sizes)), base=base)
 
@@ -140,9 +140,9 @@ def check_distributions(
 @pytest.mark.thinned
 @pytest.mark.parametrize("settings", [{"window": 4}, {"tree": TREE}])
 @pytest.mark.parametrize("request_", [{}, {"guidance_scale": 1.7, "negative_prompt": NEGATIVE, "temperature": 0.8}])
-def test_drafts_follow_the_paper(loaded: Any, settings: dict[str, Any], request_: dict[str, Any]) -> None:
+def test_drafts_follow_the_paper(loader: Any, settings: dict[str, Any], request_: dict[str, Any]) -> None:
     base = tiny_base()
-    sampler = paradec.samplers.create("speculative", drafter=loaded(base, qkv_bias=bool(request_)), **settings)
+    sampler = paradec.samplers.create("speculative", drafter=loader(base, qkv_bias=bool(request_)), **settings)
     weights = eagle_weights(qkv_bias=bool(request_))[1]
     state = sampler.start(base, PROMPTS, max_new_tokens=9, seed=3, **request_)
     tree = Tree.from_setting(settings.get("tree", (1, 1, 1)))
@@ -163,10 +163,10 @@ def test_drafts_follow_the_paper(loaded: Any, settings: dict[str, Any], request_
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("condition", ["c2i", "t2i"])
-def test_llamagen_drafts_follow_the_paper(loaded: Any, condition: str) -> None:
+def test_llamagen_drafts_follow_the_paper(loader: Any, condition: str) -> None:
     model = tiny_llamagen(condition)
     sizes = {"hidden": 48, "vocab": CODES, "kv_heads": 4}
-    sampler = paradec.samplers.create("speculative", drafter=loaded(model, **sizes), tree=(2, 1, 1))
+    sampler = paradec.samplers.create("speculative", drafter=loader(model, **sizes), tree=(2, 1, 1))
     grid, inputs = model.grid(), [3, 7]
     if condition == "t2i":
         inputs = [torch.randn(n, 16, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (2, 5)]
@@ -214,9 +214,9 @@ def grow_tree(q_of: Callable[[tuple[int, ...]], Tensor], tree: DynamicTree, room
 
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_dynamic_trees_follow_eagle_2(loaded: Any, temperature: float) -> None:
+def test_dynamic_trees_follow_eagle_2(loader: Any, temperature: float) -> None:
     base, tree = tiny_base(), DynamicTree(nodes=9, depth=3, top_k=3)
-    drafter, weights = loaded(base), eagle_weights()[1]
+    drafter, weights = loader(base), eagle_weights()[1]
     sampler = paradec.samplers.create("speculative", drafter=drafter, tree=tree, rule="naive")
     assert Speculative.from_dict({**sampler.to_dict(), "drafter": drafter}) == sampler
     state = sampler.start(base, PROMPTS, max_new_tokens=12, seed=3, temperature=temperature)
@@ -260,9 +260,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", SETTINGS)
-def test_temperature_0_is_greedy_decoding(loaded: Any, name: str) -> None:
+def test_temperature_0_is_greedy_decoding(loader: Any, name: str) -> None:
     base = tiny_base()
-    sampler = paradec.samplers.create("speculative", drafter=loaded(base), **SETTINGS[name])
+    sampler = paradec.samplers.create("speculative", drafter=loader(base), **SETTINGS[name])
     tokens, state = decode_answers(sampler, base, PROMPTS, max_new_tokens=10, temperature=0, seed=0)
     assert tokens == greedy(base.module, PROMPTS, 10)
     assert np.sum(state.accepted, 0).tolist() == [10] * 4 and (state.accepted[0] == 1).all()
@@ -287,10 +287,10 @@ EXACT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.thinned
 @pytest.mark.parametrize(("settings", "request_"), EXACT)
 def test_answers_have_the_distribution_of_the_model(
-    loaded: Any, settings: dict[str, Any], request_: dict[str, Any]
+    loader: Any, settings: dict[str, Any], request_: dict[str, Any]
 ) -> None:
     base = tiny_base(layers=1)
-    sampler = paradec.samplers.create("speculative", drafter=loaded(base), **settings)
+    sampler = paradec.samplers.create("speculative", drafter=loader(base), **settings)
     assert min(p_values(sampler, base, **request_)) > 0.01 / (2 * len(EXACT))
 
 
@@ -340,9 +340,9 @@ def test_lantern_counts_k_neighbours_in_trees(name: str, k: int, shape: Any) -> 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(("name", "settings"), [("lantern", {"tree": (3, 2, 1)}), ("lantern++", {"window": 5})])
-def test_lantern_draws_pictures_with_a_drafter(loaded: Any, name: str, settings: dict[str, Any]) -> None:
+def test_lantern_draws_pictures_with_a_drafter(loader: Any, name: str, settings: dict[str, Any]) -> None:
     model = tiny_llamagen("c2i")
-    sampler = paradec.samplers.create(name, drafter=loaded(model, hidden=48, vocab=CODES, kv_heads=4), **settings)
+    sampler = paradec.samplers.create(name, drafter=loader(model, hidden=48, vocab=CODES, kv_heads=4), **settings)
     out = paradec.generate_images(model, class_labels=[3, 7], sampler=sampler, seed=0, output_type="pt")
     assert out.codes.shape == (2, 4, 4) and out.nfe <= 16
     greedy, plain = (

@@ -484,15 +484,15 @@ def test_wrong_headers_are_refused(data: bytes, message: str, tmp_path: Path) ->
 def test_wrong_contents_are_refused(small: Path, tmp_path: Path) -> None:
     folder, file = small.parent / "folder", tmp_path / "a.gguf"
 
-    def refused(message: str, extra: dict[str, Any] | None = None, **changes: Any) -> None:
+    def check(message: str, extra: dict[str, Any] | None = None, **changes: Any) -> None:
         write_gguf(file, folder, extra=extra, **changes)
         assert "a.gguf" in refuses(lambda: paradec.load(file), message, CheckpointError)
 
-    refused("holds other.weight, which is not a weight of 'llada'", {"other.weight": np.zeros(4, np.float32)})
-    refused("unexpected weights: model.transformer.blocks.7.attn_norm", {"blk.7.attn_norm.weight": np.zeros(16, "f4")})
-    refused("mismatched weights: .*attn_norm", d_model=32)
-    refused("embedding_length=0 must be a positive number", d_model=0)
-    refused("mask_token_id", mask_token_id=None)
+    check("holds other.weight, which is not a weight of 'llada'", {"other.weight": np.zeros(4, np.float32)})
+    check("unexpected weights: model.transformer.blocks.7.attn_norm", {"blk.7.attn_norm.weight": np.zeros(16, "f4")})
+    check("mismatched weights: .*attn_norm", d_model=32)
+    check("embedding_length=0 must be a positive number", d_model=0)
+    check("mask_token_id", mask_token_id=None)
     write_gguf(file, folder)
     data = file.read_bytes()
     value = data.index(b"attention.head_count_kv") + len("attention.head_count_kv") + 4

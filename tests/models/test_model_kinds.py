@@ -73,14 +73,14 @@ def test_every_sampler_refuses_wrong_kinds_of_models(models: dict[str, Any], nam
     prompt: Any = torch.zeros(1, 4, 8, 8) if kind.family == "forecast" else 1 if kind.family == "continuous" else [1]
     extra = {"scheduler": None} if kind.family == "forecast" else {}
 
-    def begin(model: Any) -> Any:
+    def start(model: Any) -> Any:
         return sampler.start(model, prompt, **extra)
 
     for entry, model_kind in OURS.items():
         if model_kind not in kind.models:
-            assert_refused(begin, models[entry], model_kind, "", *kind.models)
+            assert_refused(start, models[entry], model_kind, "", *kind.models)
     for entry, words in OTHERS.items():
-        assert_refused(begin, models[entry], None, words, *kind.models)
+        assert_refused(start, models[entry], None, words, *kind.models)
 
 
 ENTRIES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
@@ -105,10 +105,6 @@ def test_every_entry_point_refuses_wrong_kinds_of_models(models: dict[str, Any],
             assert_refused(call, models[name], kind, "", *allowed)
     for name, words in OTHERS.items():
         assert_refused(call, models[name], None, words, *allowed)
-
-
-def raises() -> None:
-    raise NotImplementedError("no embeddings here")
 
 
 WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "scale image", "latent")

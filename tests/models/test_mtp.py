@@ -33,7 +33,7 @@ PROMPTS = [[3, 1], [5, 9, 2, 40, 7], [11, 12, 13], [6]]
 SAMPLES = [(1500, 1.0), *(pytest.param(20_000, each, marks=pytest.mark.full) for each in (1.0, 0.7, 1.3))]
 
 
-def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Model, MtpDrafter]:
+def load(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Model, MtpDrafter]:
     base = paradec.load(folder, dtype=dtype)
     drafter = paradec.load_drafter(base, kind="mtp")
     assert isinstance(drafter, MtpDrafter)
@@ -42,7 +42,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Model, Mtp
 
 @pytest.fixture(scope="module", params=["mtp-1", "mtp-2"])
 def heads(request: pytest.FixtureRequest) -> tuple[Model, MtpDrafter]:
-    return loaded(PACKAGED / request.param / "model")
+    return load(PACKAGED / request.param / "model")
 
 
 class RecordingDrafter(MtpDrafter):
@@ -56,7 +56,7 @@ class RecordingDrafter(MtpDrafter):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_equal_the_recorded_ones(name: str) -> None:
-    base, drafter = loaded(RECORDED / name / "model", torch.float32)
+    base, drafter = load(RECORDED / name / "model", torch.float32)
     drafter.__class__ = RecordingDrafter
     tensors = read_arrays(RECORDED / name / "cases.safetensors")
     layers = len(drafter.module.layers)
@@ -121,7 +121,7 @@ def repeat_layers(folder: Path, layers: int) -> Path:
 
 @pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.further)])
 def test_draft_distributions_over_a_store_equal_those_without(layers: int, tmp_path: Path) -> None:
-    _, drafter = loaded(repeat_layers(tmp_path, layers))
+    _, drafter = load(repeat_layers(tmp_path, layers))
     sampler = paradec.samplers.Speculative(drafter=drafter)
     state = sampler.start(drafter.base, PROMPTS, max_new_tokens=14, seed=3, temperature=0.7)
     accepted: set[int] = set()
@@ -226,8 +226,8 @@ def test_all_layouts_load_the_same_heads(tmp_path: Path) -> None:
         save_file(part, folders["shards"] / file, metadata={"format": "pt"})
     (folders["shards"] / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     shutil.copy(PACKAGED / "mtp-1" / "model" / "config.json", folders["shards"])
-    base, drafter = loaded(PACKAGED / "mtp-1" / "model")
-    reloaded = [loaded(folders[name])[1] for name in ("mtp", "list", "shards")]
+    base, drafter = load(PACKAGED / "mtp-1" / "model")
+    reloaded = [load(folders[name])[1] for name in ("mtp", "list", "shards")]
     reloaded.append(paradec.load_drafter(folders["speculators"], base=base))
     for other in reloaded:
         mine, theirs = (

@@ -24,7 +24,7 @@ KINDS = ("same", "shifted")
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
 
-def from_prompt(layers: int = 2, prediction: str = "same", **other: Any) -> Model:
+def prompt_aligned_model(layers: int = 2, prediction: str = "same", **other: Any) -> Model:
     model = tiny(layers, "block_causal", prediction, **other)
     model.facts = dataclasses.replace(model.facts, block_align="prompt")
     return model
@@ -39,7 +39,7 @@ def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
 @pytest.mark.parametrize("cache", ["none", "block", "prefix", "dual", "delayed", "dkv_prefill", "vicinity"])
 @pytest.mark.parametrize("add", [0.0, 0.5, 1.0])
 def test_decoding_equals_a_plain_loop(add: float, cache: str, prediction: str) -> None:
-    model = from_prompt(2, prediction)
+    model = prompt_aligned_model(2, prediction)
     assert verdict(samplers.create("threshold"), caches.create(cache), model.facts).status == EXACT
     several = False
     for threshold in (0.2, 0.6):
@@ -59,7 +59,7 @@ CUTS = [FixedBlocks(2), FixedBlocks(8), FixedBlocks(3), FixedBlocks(4, align="ab
 
 @pytest.mark.parametrize(("prediction", "blocks"), covering(KINDS, CUTS))
 def test_caches_and_batches_with_custom_blocks(prediction: str, blocks: Any) -> None:
-    model = from_prompt(2, prediction)
+    model = prompt_aligned_model(2, prediction)
     plain, *others = (decode(model, blocks=blocks, cache=c, sampler="threshold") for c in ("none", "block", "dual"))
     for out in others:
         assert [commits(out, row) for row in range(3)] == [commits(plain, row) for row in range(3)]
@@ -70,7 +70,7 @@ def test_caches_and_batches_with_custom_blocks(prediction: str, blocks: Any) -> 
 
 
 def test_the_last_block_is_decoded_whole_and_cut() -> None:
-    model = from_prompt()
+    model = prompt_aligned_model()
     for new in (1, 3, 4, 5):
         short, long = (decode(model, [[1, 2, 3]], max_new_tokens=n, sampler="threshold") for n in (new, 8))
         assert short.sequences.shape[1] == 3 + new
@@ -78,7 +78,7 @@ def test_the_last_block_is_decoded_whole_and_cut() -> None:
 
 
 def test_blocks_begin_at_the_first_hole() -> None:
-    model = from_prompt()
+    model = prompt_aligned_model()
     row = [1, 2, MASK, 3, MASK, 5, 6, 7, MASK]
     outs = [decode(model, [row, [9, MASK]], max_new_tokens=2, cache=c) for c in ("none", "block")]
     assert outs[0].sequences.tolist() == outs[1].sequences.tolist()
@@ -94,7 +94,7 @@ def test_blocks_begin_at_the_first_hole() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("prediction", KINDS)
 def test_guidance_and_drafts_with_every_cache(prediction: str) -> None:
-    model = from_prompt(2, prediction)
+    model = prompt_aligned_model(2, prediction)
     guided = [decode(model, guidance_scale=1.7, cache=c, sampler="threshold") for c in ("none", "block", "dual")]
     for out in guided[1:]:
         assert out.sequences.tolist() == guided[0].sequences.tolist()
@@ -117,7 +117,7 @@ def test_guidance_and_drafts_with_every_cache(prediction: str) -> None:
 
 
 def test_adaptive_blocks_stay_inside_model_blocks() -> None:
-    model = from_prompt()
+    model = prompt_aligned_model()
     policy = paradec.AdaptiveBlocks(length=6, delimiters=(7,), window=1.0).for_model(model)
     starts, prompts, ends = np.array([3, 4, 9]), np.array([3, 3, 5]), np.array([40, 40, 40])
     assert policy.open(starts, prompts, ends).tolist() == [7, 7, 13]
@@ -125,7 +125,7 @@ def test_adaptive_blocks_stay_inside_model_blocks() -> None:
 
 @pytest.mark.parametrize("prediction", KINDS)
 def test_likelihoods_by_a_plain_loop(prediction: str) -> None:
-    model = from_prompt(2, prediction)
+    model = prompt_aligned_model(2, prediction)
     pairs = [([1, 2, 3], [5, 6, 7, 8, 9, 1]), ([4], [3, 2]), ([5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15])]
     actual = list(log_likelihoods(model, pairs, method="chain", order="left_to_right"))
     for (context, continuation), ours in zip(pairs, actual, strict=True):
@@ -137,7 +137,7 @@ def test_likelihoods_by_a_plain_loop(prediction: str) -> None:
 
 
 def test_callers_without_a_prompt_end_are_refused() -> None:
-    model = from_prompt()
+    model = prompt_aligned_model()
     for request in ({"share_prefix": True}, {"keep_prefix": True}):
         with pytest.raises(ValueError, match="does not work with LlamaForCausalLM: its prompt is one block"):
             decode(model, cache="block", **request)
@@ -153,7 +153,7 @@ def test_wrapped_modules_count_blocks_from_the_prompt() -> None:
     facts: dict[str, Any] = {"mask_token_id": MASK, "eos_token_id": END, "prediction": "same"}
     facts["topology"] = "block_causal"
     wrapped = paradec.wrap(inner, **facts, block_length=BLOCK, block_align="prompt")
-    assert decode(wrapped).sequences.tolist() == decode(from_prompt()).sequences.tolist()
+    assert decode(wrapped).sequences.tolist() == decode(prompt_aligned_model()).sequences.tolist()
     absolute = paradec.wrap(inner, **facts, block_length=BLOCK)
     assert decode(wrapped).sequences.tolist() != decode(absolute).sequences.tolist()
 

@@ -47,7 +47,7 @@ def logits(model: Model, **fields: Any) -> Tensor:
     return model(Query(rows=torch.arange(2).numpy(), tokens=IDS9, positions=positions, **fields))
 
 
-def plain(module: Any) -> Tensor:
+def plain_logits(module: Any) -> Tensor:
     with torch.inference_mode():
         return module(input_ids=IDS9).logits
 
@@ -58,7 +58,7 @@ def test_models_of_one_module() -> None:
     first, second = (paradec.wrap(module, **TOPOLOGIES[name], **WRAP_IDS) for name in ("bidirectional", "block_causal"))
     assert not torch.equal(logits(first), logits(second))
     expected, causal = logits(first), paradec.wrap(module, **TOPOLOGIES["causal"], **WRAP_IDS)
-    assert torch.equal(logits(causal), plain(module))
+    assert torch.equal(logits(causal), plain_logits(module))
     refuses(lambda: logits(first), "wrapped anew or changed: its attention is 'sdpa'", RuntimeError)
     causal.unwrap()
     assert torch.equal(logits(first), expected)
@@ -108,14 +108,14 @@ def test_two_threads_on_one_model(kind: str) -> None:
     assert all(map(torch.equal, outputs, (expected(kind), expected(kind, seed=1)))), outputs
 
 
-def offloaded(module: Any) -> Any:
+def offload(module: Any) -> Any:
     from accelerate import dispatch_model
 
     device_map = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
     return dispatch_model(module, {**device_map, "lm_head": "cpu"}, main_device="cpu", force_hooks=True)
 
 
-def quantised(module: Any) -> Any:
+def quantise(module: Any) -> Any:
     """Quantise all weights but the output matrix, whose rounded inputs would depend on the evaluated columns."""
     head = module.lm_head.float()
     module = torch.ao.quantization.quantize_dynamic(module.float(), {nn.Linear}, dtype=torch.qint8)
@@ -123,7 +123,7 @@ def quantised(module: Any) -> Any:
     return module
 
 
-def with_adapter(module: Any) -> Any:
+def adapt(module: Any) -> Any:
     from peft import LoraConfig
 
     try:
@@ -133,12 +133,12 @@ def with_adapter(module: Any) -> Any:
     return module.double()
 
 
-def compiled(module: Any) -> Any:
+def compile_module(module: Any) -> Any:
     module.compile(backend="eager")
     return module
 
 
-def overridden(module: Any) -> Any:
+def override(module: Any) -> Any:
     class Capped(type(module)):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
@@ -149,7 +149,7 @@ def overridden(module: Any) -> Any:
     return module
 
 
-EDITS = {"device_map": offloaded, "quantised": quantised, "peft": with_adapter, "compiled": compiled, "own": overridden}
+EDITS = {"device_map": offload, "quantised": quantise, "peft": adapt, "compiled": compile_module, "own": override}
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's quantisation is deprecated

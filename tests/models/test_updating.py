@@ -74,11 +74,11 @@ def test_versions_count_updates() -> None:
 def test_updates_during_a_request_are_reported() -> None:
     model = tiny(2)
 
-    def step(state: Any, commit: Any) -> None:
+    def change_weights(state: Any, commit: Any) -> None:
         with torch.no_grad():
             model.module.lm_head.weight.mul_(1.01)
 
-    output = paradec.generate(model, ROWS, rollout=True, callback=step, **REQUEST).rollout
+    output = paradec.generate(model, ROWS, rollout=True, callback=change_weights, **REQUEST).rollout
     assert output.approximation == "weights that changed while decoding" and output.version == 0
 
 

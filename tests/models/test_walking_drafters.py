@@ -161,6 +161,8 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 
 
 def flat(fields: dict[str, Any], inner: dict[str, Any] | None = None) -> Callable[..., None]:
+    """Return a change of a flat config: sliding windows, `fields`, and `inner` in its dflash_config."""
+
     def change(config: dict[str, Any], weights: Any) -> None:
         config.pop("is_causal", None)
         config.update(SLIDING | fields)
@@ -171,6 +173,8 @@ def flat(fields: dict[str, Any], inner: dict[str, Any] | None = None) -> Callabl
 
 
 def nested(fields: dict[str, Any]) -> Callable[..., None]:
+    """Return a change of a config with an inner transformer_layer_config: sliding windows and `fields`."""
+
     def change(config: dict[str, Any], weights: Any) -> None:
         config.pop("sliding_window_non_causal")
         config.pop("sample_from_anchor")

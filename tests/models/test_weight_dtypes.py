@@ -217,7 +217,7 @@ def test_fp8_checkpoints_load_through_transformers(tmp_path: Path, config: dict[
     model.save_pretrained(tmp_path / "saved")  # as unquantised weights
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     assert torch.equal(logits(paradec.load(tmp_path / "saved"), IDS), logits(expected, IDS))
-    config = json.loads((quantised / "config.json").read_text())
-    del config["quantization_config"]
-    (quantised / "config.json").write_text(json.dumps(config))
+    fields = json.loads((quantised / "config.json").read_text())
+    del fields["quantization_config"]
+    (quantised / "config.json").write_text(json.dumps(fields))
     refuses(lambda: paradec.load(quantised), "is float8_e4m3fn", paradec.CheckpointError)

@@ -75,7 +75,7 @@ def plain(folders: dict[str, Path]) -> dict[str, Any]:
     return modules
 
 
-def one_shot(module: Any, ids: list[int], block: int = FAMILY_BLOCK) -> Tensor:
+def one_shot_logits(module: Any, ids: list[int], block: int = FAMILY_BLOCK) -> Tensor:
     """Return the logits [L, V] of a row from one forward with an explicit mask: block b sees blocks 0 to b."""
     mask = torch.full((len(ids), len(ids)), -torch.inf, dtype=torch.float64)
     for query in range(len(ids)):
@@ -86,7 +86,7 @@ def one_shot(module: Any, ids: list[int], block: int = FAMILY_BLOCK) -> Tensor:
     return output.logits[0]
 
 
-def shifted(family: str, logits: Tensor) -> Tensor:
+def align(family: str, logits: Tensor) -> Tensor:
     """Align logits so that row i predicts token i. Fast-dLLM v2's are shifted by one; their first row is repeated."""
     return torch.cat((logits[:1], logits[:-1])) if family == "fast_dllm_v2" else logits
 
@@ -234,13 +234,13 @@ def test_logits_equal_an_explicit_mask(
     for rows in ([list(range(4, 18))], [[4, 5, 6], list(range(7, 18)), [9] * 8]):
         actual = call(model, rows)
         for index, row in enumerate(rows):
-            expected = one_shot(plain[family], row)
+            expected = one_shot_logits(plain[family], row)
             torch.testing.assert_close(actual[index, : len(row)], expected, rtol=0, atol=1e-10)
-    other = one_shot(plain[family], list(range(4, 18)), block=3)
+    other = one_shot_logits(plain[family], list(range(4, 18)), block=3)
     assert (call(model, [list(range(4, 18))])[0] - other).abs().max() > 1e-3  # the test can fail
 
 
-def capture(model: Model, sampler: Any, state: Any) -> tuple[list[Query], list[Tensor], Any]:
+def step_with_outputs(model: Model, sampler: Any, state: Any) -> tuple[list[Query], list[Tensor], Any]:
     queries = sampler.query(state)
     extra = () if state.store is None else (state.store,)
     outputs = [model(query, *extra) for query in queries]
@@ -258,13 +258,13 @@ def test_every_step_equals_a_one_shot_forward(
     steps, compared = 0, 0
     with torch.inference_mode():
         while not state.done:
-            queries, outputs, proposal = capture(model, sampler, state)
+            queries, outputs, proposal = step_with_outputs(model, sampler, state)
             window = state.window
             for query, output in zip(queries, outputs):
                 for index, row in enumerate(query.rows):
                     row = int(row)
                     end = int(state.length[row])
-                    expected = shifted(family, one_shot(plain[family], state.canvas[row, :end].tolist()))
+                    expected = align(family, one_shot_logits(plain[family], state.canvas[row, :end].tolist()))
                     start, stop = int(state.block_start[row]), int(state.block_end[row])
                     assert stop == end or stop % FAMILY_BLOCK == 0
                     assert start % FAMILY_BLOCK == 0 or start == len(PROMPTS[row])
@@ -334,14 +334,14 @@ def test_guided_logits_equal_one_shot_forwards(model: Model, plain: dict[str, An
     state = sampler.start(model, PROMPTS[:2], max_new_tokens=NEW, cache=cache, guidance_scale=2.0)
     with torch.inference_mode():
         while not state.done:
-            queries, outputs, proposal = capture(model, sampler, state)
+            queries, outputs, proposal = step_with_outputs(model, sampler, state)
             for query, output in zip(queries, outputs):
                 for index, row in enumerate(map(int, query.rows)):
                     ids = state.canvas[row, : int(state.length[row])].tolist()
                     unconditional = [3] * len(PROMPTS[row]) + ids[len(PROMPTS[row]) :]
                     start, stop = int(state.block_start[row]), int(state.block_end[row])
                     for branch, tokens in enumerate((ids, unconditional)):
-                        expected = shifted(family, one_shot(plain[family], tokens))[start:stop]
+                        expected = align(family, one_shot_logits(plain[family], tokens))[start:stop]
                         logits = output[index + branch * len(query.rows), : stop - start]
                         torch.testing.assert_close(logits, expected, **CLOSE)
             sampler.commit(state, proposal)

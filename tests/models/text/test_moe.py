@@ -399,19 +399,19 @@ def test_the_block_length_follows_the_release_name(tmp_path: Path, release: str,
 def test_end_tokens_of_llada2(tmp_path: Path) -> None:
     """Without eos_token_id in config.json: the end token of the tokenizer (or the padding token), and <|role_end|>."""
 
-    def ends(folder: Path) -> tuple[int, ...]:
+    def end_ids(folder: Path) -> tuple[int, ...]:
         return paradec.load(folder, **moe_facts("llada2-tiny")).facts.eos_token_ids
 
     folder = edit_copy(tmp_path / "bare", "llada2-tiny")
-    assert ends(folder) == (92,)
-    assert ends(edit_copy(tmp_path / "stated", "llada2-tiny", eos_token_id=[7, 8])) == (7, 8)
-    assert ends(edit_copy(tmp_path / "none", "llada2-tiny", pad_token_id=...)) == ()
+    assert end_ids(folder) == (92,)
+    assert end_ids(edit_copy(tmp_path / "stated", "llada2-tiny", eos_token_id=[7, 8])) == (7, 8)
+    assert end_ids(edit_copy(tmp_path / "none", "llada2-tiny", pad_token_id=...)) == ()
     words = {f"w{index}": index for index in range(96)} | {"<|endoftext|>": 93, "<|role_end|>": 94, "<|mask|>": 95}
     words = {word: index for word, index in words.items() if word not in ("w93", "w94", "w95")}
     table = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"}}
     (folder / "tokenizer.json").write_text(json.dumps(table))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    assert ends(folder) == (93, 94)
+    assert end_ids(folder) == (93, 94)
     assert paradec.load(folder, block_length=8).facts.mask_token_id == 95  # the id of <|mask|>
 
 

@@ -137,7 +137,7 @@ def test_forwards_equal_the_recorded_ones(path: Path, number: int) -> None:
             torch.testing.assert_close(outputs, expected, atol=2e-4, rtol=0)
 
 
-def traces(mode: str) -> list[Any]:
+def list_traces(mode: str) -> list[Any]:
     """List the recorded traces of one mode."""
     result = []
     for path in sorted(golden("autumn").glob("nld/traces/*.json")):
@@ -188,7 +188,7 @@ def replaying_sampler(name: str, numbers: list[float], **settings: Any) -> Any:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("path", traces("ar"))
+@pytest.mark.parametrize("path", list_traces("ar"))
 def test_causal_traces(path: Path) -> None:
     trace = read_json(path)
     model = model_of(find_checkpoint(trace["model"], "autumn"), "causal")
@@ -211,7 +211,7 @@ def test_causal_traces(path: Path) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize(("path", "cache"), cache_params(traces("diffusion")))
+@pytest.mark.parametrize(("path", "cache"), cache_params(list_traces("diffusion")))
 def test_block_diffusion_traces(path: Path, cache: str) -> None:
     trace = read_json(path)
     settings = trace["settings"]
