@@ -181,7 +181,7 @@ def prefix() -> None:
 
     result_rows: list[dict[str, Any]] = []
 
-    def note(what: str, plain: list[float], reused: float, before: paradec.Output, after: paradec.Output) -> None:
+    def record(what: str, plain: list[float], reused: float, before: paradec.Output, after: paradec.Output) -> None:
         result_rows.append(
             {
                 "what": what,
@@ -200,12 +200,12 @@ def prefix() -> None:
         rows = [shared + tail for tail in ids(8, 32)]
         first, before = run(rows)
         seconds, after = run(rows, share_prefix=True)
-        note(f"8 x ({common} shared + 32 + 64)", [first, run(rows)[0]], seconds, before, after)
+        record(f"8 x ({common} shared + 32 + 64)", [first, run(rows)[0]], seconds, before, after)
     stored, row = None, ids(256)
     for turn in range(3):
         first, before = run([row])
         seconds, after = run([row], prefix=stored, keep_prefix=True)
-        note(f"turn {turn + 1}: 1 x ({len(row)} + 64)", [first, run([row])[0]], seconds, before, after)
+        record(f"turn {turn + 1}: 1 x ({len(row)} + 64)", [first, run([row])[0]], seconds, before, after)
         stored, row = after.prefix, after.sequences[0].tolist() + ids(32)
     result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": result_rows}
     write_result(RESULTS / "caches_prefix.json", result)

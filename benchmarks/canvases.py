@@ -94,18 +94,18 @@ class Counted:
     """Counter of calls of a module's encoder and decoder, and of their rows, while this context is open."""
 
     def __init__(self, module: Any):
-        both = module.model
-        self.parts = {"encoder": (both.encoder, "input_ids"), "decoder": (both.decoder, "decoder_input_ids")}
+        model = module.model
+        self.parts = {"encoder": (model.encoder, "input_ids"), "decoder": (model.decoder, "decoder_input_ids")}
         self.rows: dict[str, list[int]] = {name: [] for name in self.parts}
 
     def __enter__(self) -> Counted:
         self.handles = []
         for name, (part, ids) in self.parts.items():
 
-            def note(module: Any, args: Any, kwargs: Any, name: str = name, ids: str = ids) -> None:
+            def count_rows(module: Any, args: Any, kwargs: Any, name: str = name, ids: str = ids) -> None:
                 self.rows[name].append(len(kwargs[ids]))
 
-            self.handles.append(part.register_forward_pre_hook(note, with_kwargs=True))
+            self.handles.append(part.register_forward_pre_hook(count_rows, with_kwargs=True))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -264,13 +264,13 @@ class Peaks:
     @contextmanager
     def stage(self, name: str, outside: str) -> Iterator[None]:
         """Record the peak inside the context under `name`, and the peak since the last record under `outside`."""
-        self.note(outside)
+        self.record(outside)
         forget_peak()
         yield
-        self.note(name)
+        self.record(name)
         forget_peak()
 
-    def note(self, name: str) -> None:
+    def record(self, name: str) -> None:
         self.bytes[name] = max(self.bytes.get(name, 0), resident("VmHWM") - self.base)
 
 
@@ -301,7 +301,7 @@ def peak(who: str, rows: int, vocab: int, canvas: int, hidden: int) -> dict[str,
     else:
         module.forward = peaks.stage("model", "else")(module.forward)
         module.generate(ids, max_new_tokens=canvas, max_denoising_steps=2, stability_threshold=2)
-    peaks.note("else")
+    peaks.record("else")
     return {"who": who, "rows": rows, "peak": max(peaks.bytes.values()), "stages": peaks.bytes}
 
 

@@ -42,7 +42,7 @@ WAYS = (
     ("d2", None),
     ("d2", "64"),
 )
-"""(Cache, suffix)."""
+"""(Cache, suffix) of `cost`."""
 QUALITY = tuple((slots, suffix) for slots in (32, 128) for suffix in (None, "8", "16", "gaussian:32"))
 """(Maximum number of new tokens, suffix) of `accuracy`."""
 VOCAB = 200
