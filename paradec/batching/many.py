@@ -228,7 +228,7 @@ def to_add_arguments(entry: Any) -> dict[str, Any]:
     if isinstance(entry, Mapping) and "prompt" in entry:
         for name in entry:
             if not isinstance(name, str):
-                raise TypeError(f"a prompt's mapping holds {short_repr(name)}; its keys are names of arguments")
+                raise TypeError(f"a prompt's mapping has the key {short_repr(name)}; keys must be names of arguments")
         return dict(entry)
     if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], Request):
         return {"prompt": entry[0], "preset": entry[1]}

@@ -37,8 +37,8 @@ class Combination(MaskedSampler):
 
     The logits stages of `stages` and then of the rules run one after the other; every rule then reads the final logits.
     Each rule has its own score, quota and memory. `remember` of each rule gets the combined selection. A commit's
-    confidence is the first rule's score. If several rules cut a row off (Learn2PD's end-of-text prediction), the
-    earliest cut counts. Not supported: rules with different `score_from`, and rules that draft or take tokens back.
+    confidence is the first rule's score. If several rules cut a row off (Learn2PD's end-of-text prediction), the first
+    cut counts. Not supported: different `score_from`, and rules that draft, take tokens back or override the step.
     """
 
     rules: tuple[Any, ...] = ()
@@ -49,7 +49,7 @@ class Combination(MaskedSampler):
             entries = getattr(self, name)
             is_sequence = isinstance(entries, Sequence) and not isinstance(entries, (str, bytes))
             if not is_sequence or (name == "rules" and not entries):
-                raise ValueError(f"{name}={short_repr(entries)} must be a sequence of samplers; rules needs one")
+                raise ValueError(f"{name}={short_repr(entries)} must be a sequence of samplers, with at least one rule")
             object.__setattr__(self, name, tuple(self._make_member(name, entry) for entry in entries))
         sources = {rule.needs.score_from: rule.name for rule in reversed(self.rules)}
         if len(sources) > 1:
