@@ -91,12 +91,12 @@ class DraftingSampler(MaskedSampler):
         logits, indices, num_drafts = logits_by_draft(state, base, outputs, queries, len(drafts))
         window_memory = state.memory.read(window.rows, window.positions.shape[1])
         memory: Mapping[str, Tensor] = {name: window_memory[name] for name in base.memory()}
-        all_rows = WindowLogits(np.arange(len(window.rows)))
-        query = WindowQuery(window.rows, drafts[0].tokens, window.positions, window=all_rows)
+        window_logits = WindowLogits(np.arange(len(window.rows)))
+        query = WindowQuery(window.rows, drafts[0].tokens, window.positions, window=window_logits)
         base_steps: list[BaseStep] = []
         for draft, index in zip(drafts, indices, strict=True):
             processed = logits
-            if len(drafts) > 1 or (index != all_rows.index).any():
+            if len(drafts) > 1 or (index != window_logits.index).any():
                 processed = logits.index_select(0, torch.as_tensor(index, device=logits.device))
             if (holes := state.features.get("holes")) is not None:
                 holes.exclude_ends(state, processed, None)

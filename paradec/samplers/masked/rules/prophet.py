@@ -96,7 +96,7 @@ class Prophet:
 
 def _positions(value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, np.ndarray)) or len(value) == 0:
-        raise ValueError(f"answer={short_repr(value)} must be a function, or positions after the first one to fill")
+        raise ValueError(f"answer={short_repr(value)} must be a function, or offsets from the first position to fill")
     for entry in value:
         check_int("answer", entry, low=0)
     return tuple(int(entry) for entry in value)
