@@ -70,8 +70,8 @@ class Prefixes:
         counts, layers_of_row = np.zeros(state.batch, np.int64), list[Layers]()
         for row, ticket in enumerate(tickets):
             # number of tokens before the position that predicts the first undecided token
-            size = 0 if ticket.prompts.images is not None else int(state.prompt_length[row]) - state.facts.shift
-            tokens, scope = ticket.prompts.rows[0][: max(size, 0)], sharing_key(state, ticket)
+            limit = 0 if ticket.prompts.images is not None else int(state.prompt_length[row]) - state.facts.shift
+            tokens, scope = ticket.prompts.rows[0][: max(limit, 0)], sharing_key(state, ticket)
             others = [candidate for candidate in candidates if candidate is not ticket]
             num_shared = max((self._count_common(tokens, other, scope, state) for other in others), default=0)
             if num_shared > self.tree.count(tokens, scope):
@@ -97,18 +97,18 @@ class Prefixes:
         """Whether a running row shares a longer prefix with one of the `tickets` than the tree stores."""
         ticket = group.tickets[slot]
         assert ticket is not None
-        row, scope = ticket.prompts.rows[0], sharing_key(group.state, ticket)
-        num_shared = max(self._count_common(row, candidate, scope, state) for candidate in tickets)
-        return num_shared > self.tree.count(row, scope)
+        tokens, scope = ticket.prompts.rows[0], sharing_key(group.state, ticket)
+        num_shared = max(self._count_common(tokens, candidate, scope, state) for candidate in tickets)
+        return num_shared > self.tree.count(tokens, scope)
 
     def _count_common(self, tokens: list[int], candidate: Ticket, scope: Hashable, state: Any) -> int:
         """Count the leading tokens shared with another prompt, in whole blocks."""
-        block, row, shared = self.tree.block, candidate.prompts.rows[0], 0
+        block, others, count = self.tree.block, candidate.prompts.rows[0], 0
         if sharing_key(state, candidate) != scope:
             return 0
-        while shared + block <= len(tokens) and tokens[shared : shared + block] == row[shared : shared + block]:
-            shared += block
-        return shared
+        while count + block <= len(tokens) and tokens[count : count + block] == others[count : count + block]:
+            count += block
+        return count
 
     def _load_layers(self, state: Any, rows: list[list[int]], counts: np.ndarray, layers_of_row: list[Layers]) -> None:
         """Load each row's cached layers into the state's store. rows: prompts. counts: [B] int64, cached tokens."""

@@ -76,11 +76,11 @@ class Levenshtein(MaskedSampler):
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {
-            "original": MemorySpec(("window",), torch.bool),
+            "original": MemorySpec(("window",), torch.bool),  # masks from the block's start
             "step": MemorySpec(dtype=torch.int64),
             "post_steps": MemorySpec(dtype=torch.int64),
-            "written": MemorySpec(("window", "vocab"), torch.bool),
-            "seen": MemorySpec(("steps", "window"), torch.int64, fill=-1),
+            "written": MemorySpec(("window", "vocab"), torch.bool),  # tokens written so far at each position
+            "seen": MemorySpec(("steps", "window"), torch.int64, fill=-1),  # the block's tokens before each step
         }
 
     def max_steps(self, masks_at_open: np.ndarray) -> np.ndarray:
@@ -129,9 +129,9 @@ class Levenshtein(MaskedSampler):
         control = (tokens == mask_id) | (tokens == delete) | (tokens == split)
         tokens = torch.where(is_last.unsqueeze(1) & control, best_plain, tokens)
 
-        text = torch.where(free, current, -1)
+        block_tokens = torch.where(free, current, -1)
         is_past = torch.arange(memory["seen"].shape[1]) < memory["step"].unsqueeze(1)
-        is_repeated = ((memory["seen"] == text.unsqueeze(1)).all(2) & is_past).any(1) & ~is_last
+        is_repeated = ((memory["seen"] == block_tokens.unsqueeze(1)).all(2) & is_past).any(1) & ~is_last
         changes = writes & (tokens != current)
         if is_repeated.any():
             changes &= is_repeated.unsqueeze(1)
@@ -143,7 +143,7 @@ class Levenshtein(MaskedSampler):
             tokens = tokens.clone()
             tokens[rows, column] = torch.where(best_p > 0, best, tokens[rows, column])
         is_current = torch.arange(memory["seen"].shape[1]) == memory["step"].unsqueeze(1)
-        seen = torch.where(is_current.unsqueeze(2), text.unsqueeze(1), memory["seen"])
+        seen = torch.where(is_current.unsqueeze(2), block_tokens.unsqueeze(1), memory["seen"])
         written = memory["written"].scatter(
             2, tokens.unsqueeze(2), memory["written"].gather(2, tokens.unsqueeze(2)) | writes.unsqueeze(2)
         )
