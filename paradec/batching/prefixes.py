@@ -103,10 +103,10 @@ class Prefixes:
 
     def _count_common(self, tokens: list[int], candidate: Ticket, scope: Hashable, state: Any) -> int:
         """Count the leading tokens shared with another prompt, in whole blocks."""
-        block, others, count = self.tree.block, candidate.prompts.rows[0], 0
+        block, other_tokens, count = self.tree.block, candidate.prompts.rows[0], 0
         if sharing_key(state, candidate) != scope:
             return 0
-        while count + block <= len(tokens) and tokens[count : count + block] == others[count : count + block]:
+        while count + block <= len(tokens) and tokens[count : count + block] == other_tokens[count : count + block]:
             count += block
         return count
 

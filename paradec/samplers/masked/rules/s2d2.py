@@ -249,12 +249,12 @@ class S2D2(MaskedSampler):
         uniform = self.draw_uniform(state, query, positions, 2)
         is_accepted = ~span | (uniform[..., 0] < (q_draft / p_draft).clamp(max=1))
         is_rejected = span & ~is_accepted
-        rejected = is_rejected & (is_rejected.long().cumsum(1) == 1)
+        first_rejected = is_rejected & (is_rejected.long().cumsum(1) == 1)
         accepted = span & (is_rejected.long().cumsum(1) == 0)
         residual_weights = (q - draft_p.to(q.dtype)).clamp(min=0)
         residual_weights = torch.where(residual_weights.amax(-1, keepdim=True) > 0, residual_weights, q)
-        tokens = torch.where(rejected, draw(residual_weights, uniform[..., 1]), drafts)
-        write = self._fill(state, p_draft, masks, accepted | rejected, memory["step"])
+        tokens = torch.where(first_rejected, draw(residual_weights, uniform[..., 1]), drafts)
+        write = self._fill(state, p_draft, masks, accepted | first_rejected, memory["step"])
         zeros = torch.zeros_like(memory["is_on"])
         updates = {"verifies": zeros, "is_on": memory["is_on"], "step": memory["step"] + 1}
         confidence = torch.where(q[..., 0].isnan(), torch.nan, p_draft)
