@@ -1,7 +1,7 @@
 """Nemotron-Labs-Diffusion against recordings in `tests/golden/autumn/nld`.
 
 The recordings are float32 forwards of transformers' module in all three modes, and traces of the published loops. Each
-call evaluates one row. The published loops may predict the mask id, which paradec never does; no recorded trace does.
+call evaluates one row. The published loops may predict the mask id, which paradec never does; no trace depends on it.
 """
 
 import copy
