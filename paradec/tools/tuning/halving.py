@@ -1,9 +1,9 @@
 """Successive halving for several objectives: which trials continue with more prompts.
 
-One half of the prompts is for choosing settings. Every trial decodes it in the same order, in rungs that grow by a
-factor eta (20, 60, 180). A trial continues after a rung if fewer than 1/eta of the trials there lie on better fronts.
-This is non-dominated sorting as in Schmucker et al., "Multi-objective Asynchronous Successive Halving" (arXiv
-2106.12639), without their epsilon-net. Optuna's pruners support one objective only.
+A trial measures one setting on the choosing half of the prompts, rung by rung: first on 20 prompts, then on 60, then on
+180, for example (the factor is eta). After a rung it continues if fewer than 1/eta of the trials that have reached this
+rung are on better fronts. This is the non-dominated sorting of Schmucker et al., "Multi-objective Asynchronous
+Successive Halving" (arXiv 2106.12639), without their epsilon-net. Optuna's pruners support only one objective.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 
 Point = tuple[float, ...]
-"""(score in [0, 1], then one or more costs)."""
+"""The objectives of a trial: its score in [0, 1], followed by one or more costs."""
 SMALLEST_RUNG = 8
 
 
 def rungs(prompts: int, eta: int, smallest: int = SMALLEST_RUNG) -> list[int]:
-    """Number of prompts that a trial has decoded at the end of each rung; the last number is `prompts`."""
+    """List the number of prompts that a trial has decoded at the end of each rung; the last number is `prompts`."""
     sizes = [prompts]
     while (size := math.ceil(sizes[-1] / eta)) >= smallest and size < sizes[-1]:
         sizes.append(size)
@@ -31,7 +31,7 @@ def dominates(a: Point, b: Point) -> bool:
 
 
 def fronts(points: Sequence[Point]) -> list[int]:
-    """Index of each point's front: 0 if no point dominates it, 1 if only points of front 0 do, and so on."""
+    """Return each point's front: 0 if no point dominates it, 1 if only points of front 0 dominate it, and so on."""
     remaining, front_of_point, level = set(range(len(points))), [0] * len(points), 0
     while remaining:
         front = {k for k in remaining if not any(dominates(points[j], points[k]) for j in remaining)}
@@ -43,8 +43,8 @@ def fronts(points: Sequence[Point]) -> list[int]:
 
 
 def is_promoted(point: Point, other_points: Sequence[Point], eta: int, loss: float) -> bool:
-    """Whether a trial with the result `point` continues after a rung, given the results `other_points`. loss: a trial
-    whose score is more than this below the best one is dropped."""
+    """Whether a trial with the result `point` continues after a rung, where other trials have `other_points`. loss: a
+    trial whose score is more than this below the best score does not continue."""
     best_score = max([point[0], *(candidate[0] for candidate in other_points)])
     if point[0] < best_score - loss:
         return False

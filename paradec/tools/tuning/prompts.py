@@ -1,4 +1,4 @@
-"""Prompts of a tuning run, in two halves, with known answers if there are any."""
+"""Prompts of a tuning run, with their known answers, and their division into two halves."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def read_prompts(file: str | os.PathLike[str], limit: int | None = None) -> list
         {"prompt": "Say hello.", "regex": "(?i)hello|hi", "task": "manners"}
         {"input_ids": [2, 7, 4, 4, 3], "answer_ids": [9, 11]}
 
-    `answer` and `regex` are optional, as in `paradec.tools.evaluation.read_questions`. `input_ids` replace `prompt` for
-    models without a tokenizer, and may contain the mask id; `answer_ids` are the right ids of the filled positions, in
-    order. `task` and `group`: see `Question`.
+    `answer` and `regex` are as in `paradec.tools.evaluation.read_questions`, but optional. `input_ids` replace `prompt`
+    for models without a tokenizer, and may contain the mask id. `answer_ids` are the right ids of the filled positions,
+    in order. `task` and `group`: see `Question`.
 
     Args:
-        limit: number of prompts from the beginning of the file; None is all.
+        limit: maximum number of prompts, from the beginning of the file; None is all.
 
     Raises:
         ValueError: a malformed line (the message has its number), or no prompts. OSError: an unreadable file.
@@ -57,9 +57,9 @@ def _parse_line(line: str) -> Question:
 def to_questions(prompts: Any, answers: Sequence[Any] | None = None) -> list[Question]:
     """Convert a caller's prompts to questions.
 
-    prompts: a file (`read_prompts`), or a sequence of texts, chats, rows of ids, or `Question`.
-    answers: one for each text, chat or row of ids: a text, a list of texts, ids, or None.
-    Raises ValueError, TypeError: no prompts, another number of answers than prompts, or an answer of another kind."""
+    prompts: a file (`read_prompts`), or a sequence of texts, chats, rows of ids, or `Question`s.
+    answers: one entry per prompt: a text, a list of texts, ids, or None (always None for a `Question`).
+    Raises ValueError, TypeError: no prompts, different numbers of answers and prompts, or an invalid answer."""
     if isinstance(prompts, (str, os.PathLike)):
         if answers is not None:
             raise ValueError("answers needs a sequence of prompts; a file of prompts has the answers in its lines")
@@ -100,15 +100,15 @@ def _identity(prompt: Any) -> str:
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
-    """Digest of prompts and answers."""
+    """Compute the digest of prompts and answers."""
     return hashlib.sha256("\n".join(entry.key for entry in questions).encode()).hexdigest()[:16]
 
 
-def halves(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
-    """Split questions into the choosing half and the reported half, in decoding order.
+def split_halves(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
+    """Split questions into the choosing half and the reported half, each in decoding order.
 
-    The groups of each task are shuffled, and go to the two halves in turn. So both halves have all tasks, also at their
-    beginning. Raises ValueError: fewer than two groups.
+    The groups of each task are shuffled, and assigned to the two halves in turn. The decoding order takes one group of
+    each task in turn, so a rung has prompts of all tasks. Raises ValueError: fewer than two groups.
     """
     groups: dict[str, list[Question]] = {}
     for entry in questions:

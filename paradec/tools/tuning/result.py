@@ -1,4 +1,4 @@
-"""Result of tuning: the Pareto front with intervals and the chosen setting, as text, data and preset."""
+"""Result of tuning: the Pareto front with intervals, and the chosen setting; as a report, JSON data and presets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 80
 MAX_POINTS = 8
 """Maximum number of reported points of a front."""
 FEW = 30
-"""Number of choosing prompts below which the report warns of a choice by chance."""
+"""With fewer choosing prompts, the report warns that the choice may be due to chance."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Point:
     reported: Measured | None = None
     """Measurements on the reported half; None if not measured."""
     by_hand: bool = False
-    """Whether the setting is hand-made (a sampler's default or an entry of its `sweep`), not proposed by the search."""
+    """Whether the setting is hand-made (a sampler's default or an entry of its `sweep`), not proposed by Optuna."""
 
     @property
     def name(self) -> str:
@@ -44,35 +44,35 @@ class Point:
 
 @dataclass
 class Tuning:
-    """Result of `paradec.tune`; `str()` of it is the command's report, at most 80 columns wide. Scores are shares from
-    0 to 1. The prompts of the reported half had no influence on the choice."""
+    """Result of `paradec.tune`. `str()` returns the report, at most 80 columns wide. Scores are shares from 0 to 1. The
+    prompts of the reported half have no influence on the choice."""
 
     setup: dict[str, Any]
-    """Model, prompts and search space; a study continues only with an equal setup."""
+    """Model, prompts and search space. A study can be continued only with an equal setup."""
     costs: tuple[str, ...]
     """The objectives besides the score: "forwards", "seconds" or both."""
     tolerance: float
-    """Points of score (of 100) that `choose` may lose on the choosing half."""
+    """Points of score (of 100) by which `choose` may choose less than the best score of the choosing half."""
     points: list[Point]
-    """The Pareto front and the chosen point, the cheapest first."""
+    """The Pareto front and the chosen point, in the order of their costs."""
     chosen: int | None
     """Index in `points` of the chosen setting; None if nothing is chosen yet."""
     reference: Measured | None = None
-    """Measurements of one token per step on the reported half; never a candidate."""
+    """Measurements of the reference (one token per step) on the reported half. The reference is never chosen."""
     default: Point | None = None
-    """The baseline of `paradec compare`, `threshold` at its defaults; it need not be on the front."""
+    """The baseline of `paradec compare`: `threshold` with its defaults. It may be outside of the front."""
     hand: Point | None = None
-    """The choice among the hand-made settings (see `choose`); it need not be on the front."""
+    """The best hand-made setting (see `choose`). It may be outside of the front."""
     groups: list[str] = field(default_factory=list)
     """Group of each reported prompt."""
     trials: dict[str, int] = field(default_factory=dict)
-    """Numbers of trials by state: fully measured, stopped early, refused before decoding, failed, under way."""
+    """Number of trials by state: "measured", "stopped early", "refused" (before decoding), "failed", "under way"."""
     failures: list[str] = field(default_factory=list)
-    """The different reasons why trials failed."""
+    """The reasons why trials failed, without duplicates."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Samplers, and pairs of sampler and cache, that do not work on this model -> the reason."""
+    """By sampler, or sampler and cache: the reason why it does not work on this model."""
     complete: bool = False
-    """Whether the search ended and the reported half was measured."""
+    """Whether the search has ended and the reported half is measured."""
 
     # ---- the preset ---------------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Tuning:
         return self.request(None)
 
     def request(self, point: int | None) -> Request:
-        """The request of a point of the front, counted from 1 as in the report; None is the chosen one. Raises
+        """Return the request of a point of the front, counted from 1 as in the report; None is the chosen point. Raises
         ValueError: an unknown point, or no points yet."""
         if self.chosen is None:
             raise ValueError("no setting was measured on all choosing prompts yet: give more trials or minutes")
@@ -90,48 +90,48 @@ class Tuning:
         return self.points[self.chosen if point is None else point - 1].request
 
     def save(self, path: str | os.PathLike[str], point: int | None = None) -> None:
-        """Write a point's request as a preset, for `generate(preset=)`, `--preset`, schedulers and servers. Raises as
-        `request`; OSError."""
+        """Write a point's request as a preset, for `generate(preset=)`, `--preset`, schedulers and servers. Raises
+        the errors of `request`; OSError."""
         self.request(point).save(Path(path))
 
     # ---- intervals ----------------------------------------------------------------------------------------------
 
     def score(self, measured: Measured) -> list[float]:
-        """The scores in a report, for each prompt: by known answers if all are known, else by the scorer."""
+        """Return the reported score of each prompt: by known answers if `by_truth`, else by the scorer."""
         truths = [value for value in measured.truth if value is not None]
         return truths if self.by_truth and len(truths) == len(measured) else measured.score
 
     @property
     def by_truth(self) -> bool:
-        """Whether reported scores are by known answers: all reported prompts have one, and there is no checker."""
+        """Whether reported scores are by known answers: all reported prompts have an answer, and no checker is used."""
         measured = next((point.reported for point in self.points if point.reported is not None), None)
         if measured is None or self.setup["score"] == "checker":
             return False
         return all(value is not None for value in measured.truth)
 
     def interval(self, values: Sequence[float]) -> tuple[float, float]:
-        """95 % interval of the mean of `values`, one per reported prompt: Wilson's if all scores are 0 or 1 and every
-        prompt is a separate group, else a percentile bootstrap over groups."""
+        """Compute the 95 % interval of the mean of `values`, one per reported prompt: Wilson's if `exact`, else by a
+        percentile bootstrap over groups."""
         if self.exact:
             return wilson(int(sum(values)), len(values))
         return bootstrap(values, self.groups)
 
     @property
     def exact(self) -> bool:
-        """Whether intervals of scores are Wilson's."""
+        """Whether intervals of scores are Wilson's: all scores are 0 or 1, and each prompt is a separate group."""
         points = [*self.points, self.default, self.hand]
         measured = [point.reported for point in points if point is not None and point.reported is not None]
         values = {value for entry in measured for value in self.score(entry)}
         return values <= {0.0, 1.0} and len(set(self.groups)) == len(self.groups)
 
     def difference(self, first: Measured, second: Measured) -> tuple[float, float, float]:
-        """Mean difference of two scores, prompt by prompt, and its 95 % interval: a paired bootstrap over groups."""
+        """Compute the mean difference of two scores over the prompts, and its 95 % interval (bootstrap over groups)."""
         values = [a - b for a, b in zip(self.score(first), self.score(second), strict=True)]
         return (sum(values) / len(values), *bootstrap(values, self.groups))
 
     def alike(self) -> list[list[int]]:
-        """For every point, the numbers (from 1) of points with similar scores on the reported half: 0 is in the
-        interval of the paired difference."""
+        """List for every point the numbers (from 1) of the points whose scores on the reported half do not differ
+        significantly: the interval of the `difference` contains 0."""
 
         def contains_zero(a: Measured | None, b: Measured | None) -> bool:
             if a is None or b is None:
@@ -145,7 +145,7 @@ class Tuning:
     # ---- as data ------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON data: the measurements, prompt by prompt, and derived numbers."""
+        """Convert to JSON data: the measurements of each prompt, means and intervals."""
         points, alike_of_point = [], self.alike()
         for index, point in enumerate(self.points):
             points.append(self._row(point) | {"chosen": index == self.chosen, "alike": alike_of_point[index]})
@@ -174,7 +174,7 @@ class Tuning:
         return means | {"interval": list(self.interval(values)), "prompts": asdict(measured)}
 
     def to_json(self, file: str | os.PathLike[str]) -> None:
-        """Write `to_dict`, atomically."""
+        """Write `to_dict` to a file, atomically."""
         write_json(file, self.to_dict())
 
     # ---- as text ------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Tuning:
     def __str__(self) -> str:
         chose, reported = self.setup["prompts"]["choose"], self.setup["prompts"]["report"]
         counted = ", ".join(f"{count} {state}" for state, count in self.trials.items() if count)
-        text = f"{self.setup['model']}: {chose} prompts chose, by {self.setup['score']}; {reported} others are reported"
+        text = f"{self.setup['model']}: chosen on {chose} prompts, by {self.setup['score']}; {reported} others reported"
         head = [*textwrap.wrap(text, WIDTH), *textwrap.wrap(f"trials: {counted or 'none'}", WIDTH), ""]
         table = self._table() if self.points else ["nothing was measured on all choosing prompts yet"]
         return "\n".join([*head, *table, "", *self._foot()])
@@ -239,7 +239,7 @@ class Tuning:
                 f"setting with fewer {cost}, no lower score, and a paired interval that goes {bound} below it."
             )
         if self.points and self.reference is None:
-            notes.append("Scores are of the choosing half, which are optimistic: the other half was not measured.")
+            notes.append("Scores are of the choosing half, so they are optimistic: the other half was not measured.")
         elif self.points:
             exact = "Wilson's" if self.exact else "bootstraps over prompts"
             notes.append(f"Intervals are {exact}. alike: points whose scores do not differ significantly.")
@@ -247,7 +247,7 @@ class Tuning:
             reported = "truth" if self.by_truth and self.reference is not None else "agreement too"
             notes.append(f"Chosen by agreement with one token per step; the report shows {reported}.")
         if self.points and (num_choosing := self.setup["prompts"]["choose"]) < FEW:
-            notes.append(f"Only {num_choosing} prompts chose: settings that are right by chance look best.")
+            notes.append(f"Chosen on only {num_choosing} prompts: settings that are right by chance look best.")
         if not self.complete:
             notes.append("Incomplete: the same command with the same study continues.")
         notes += [f"Failed: {reason}" for reason in self.failures[:3]]
@@ -259,8 +259,8 @@ def _under(name: str) -> list[str]:
 
 
 def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[Point]:
-    """The Pareto-optimal points in score and costs, the cheapest first; of equal points only the first. Points more
-    than `loss` (a share) below the best score are left out."""
+    """Select the Pareto-optimal points in score and costs, ordered by costs; of points with equal objectives, only the
+    first. Points more than `loss` (a share) below the best score are left out."""
     if not points:
         return []
     best_score = max(point.choosing.mean("score") for point in points)
@@ -274,15 +274,15 @@ def pareto(points: Sequence[Point], costs: Sequence[str], loss: float) -> list[P
 
 
 def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, groups: Sequence[str]) -> list[Point]:
-    """Choose the preset, and the hand-made setting with which it was compared.
+    """Choose the preset, and the best hand-made setting.
 
-    The hand-made choice has the lowest cost (the last of `costs`) among hand-made settings at most `tolerance` (a
-    share) below their best score. The best score among hundreds of searched settings is partly luck. So a searched
-    setting replaces the choice only if it costs less, scores at least as much, and the lower end of the 95 % interval
-    of the paired difference is at least -`tolerance`. Without hand-made settings, all points are treated as hand-made.
+    The best hand-made setting has the lowest cost (the last of `costs`) among hand-made settings at most `tolerance` (a
+    share) below the best hand-made score. A searched setting is chosen instead only if it costs less, scores at least
+    as much, and the lower end of the 95 % interval of the paired difference is at least -`tolerance`: the best score
+    among hundreds of settings is partly luck. If no setting is hand-made, all points are treated as hand-made.
 
-    points: measured on the choosing half. groups: the group of every choosing prompt.
-    Returns [chosen, hand-made], which may be the same point; or [] without points."""
+    points: settings that were measured on the choosing half. groups: the group of every choosing prompt.
+    Returns [chosen, best hand-made], which may be the same point; [] if there are no points."""
     if not points:
         return []
 
@@ -293,7 +293,7 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
         return point.choosing.mean("score")
 
     by_hand = [point for point in points if point.by_hand] or points
-    # 1e-9 for rounding: 97.8 - 1 must count as 96.8
+    # 1e-9 allows for rounding: 96.8 must count as 97.8 - 1
     min_low = -tolerance - 1e-9
     min_score = max(map(score, by_hand)) + min_low
 
@@ -309,24 +309,24 @@ def choose(points: Sequence[Point], costs: Sequence[str], tolerance: float, grou
 
 
 def surely_below(measured: Measured, others: Iterable[Measured], groups: Sequence[str], loss: float) -> bool:
-    """Whether one of `others`, measured on the same prompts, is surely better by more than `loss` (a share): the 95 %
-    interval of the paired difference (`measured` minus the other) is below -`loss`."""
+    """Whether one of `others`, measured on the same prompts, is surely better by more than `loss` (a share). Surely
+    means that the 95 % interval of the paired difference (`measured` minus the other) is below -`loss`."""
     mean_score = measured.mean("score")
-    # the condition on the means avoids most bootstraps
+    # comparing the means first avoids most bootstraps
     better = [other for other in others if mean_score < other.mean("score") - loss]
     return any(paired_bootstrap(measured, other, groups)[1] < -loss for other in better)
 
 
 def paired_bootstrap(first: Measured, second: Measured, groups: Sequence[str]) -> tuple[float, float]:
-    """95 % interval of the mean paired difference of two scores, by a bootstrap over groups."""
+    """Compute the 95 % interval of the mean difference of two settings' scores, by a paired bootstrap over groups."""
     return bootstrap([a - b for a, b in zip(first.score, second.score, strict=True)], groups)
 
 
 def thin_front(
     points: Sequence[Point], chosen: Point | None, costs: Sequence[str], max_points: int = MAX_POINTS
 ) -> tuple[list[Point], int | None]:
-    """Reduce a front to `max_points`, including the chosen point. Points closest to a neighbour's score are removed
-    first; the chosen, the cheapest and the best one stay. Returns the front and the chosen point's index in it."""
+    """Reduce a front to `max_points`. Points closest to a neighbour's score are removed first; the chosen, the cheapest
+    and the best point stay. Returns the front, and the chosen point's index in it."""
     front = list(points)
     if chosen is not None and all(point is not chosen for point in front):
         front = sorted([*front, chosen], key=lambda point: point.choosing.point(costs)[1:])

@@ -1,4 +1,4 @@
-"""`tune`: search settings on one half of the prompts, and measure the best ones on the other half."""
+"""`tune`: search for settings on one half of the prompts, and measure the best settings on the other half."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from paradec.request import Request, check_names
 from paradec.tools.evaluation.configuration import BASELINE
 from paradec.tools.tuning import space as spaces
 from paradec.tools.tuning.halving import is_promoted, rungs
-from paradec.tools.tuning.prompts import fingerprint, halves, to_questions
+from paradec.tools.tuning.prompts import fingerprint, split_halves, to_questions
 from paradec.tools.tuning.result import Point, Tuning, choose, pareto, surely_below, thin_front
 from paradec.tools.tuning.scoring import Checker, DecodingFailed, Measured, PromptHalf, Scorer
 from paradec.tools.tuning.space import Candidate, Space
-from paradec.tools.tuning.study import SCHEMA, Study, check_installed, read_rung, sum_to_rung
+from paradec.tools.tuning.study import SCHEMA, Study, check_installed, join_rungs, read_rung
 
 OBJECTIVES = {"forwards": ("forwards",), "seconds": ("seconds",), "both": ("forwards", "seconds")}
-"""Objective -> the costs that it minimises, besides maximising the score; the last cost chooses the preset."""
+"""By objective: the costs to minimise, while the score is maximised. The last cost decides the choice of the preset."""
 SHARED_FIELDS = (
     *("attention", "max_new_tokens", "temperature", "top_p", "top_k", "guidance_scale", "rng", "eos_early_stop"),
     *("logits_eos_inf", "holes_eos_inf", "confidence_eos_eot_inf", "suppress_tokens", "stop_strings", "stop", "chat"),
     "compile",
 )
-"""Fields of a request that callers may set for all settings; the preset contains them."""
+"""Fields of `paradec.Request` that may be arguments of `tune`. They are equal for all settings, and in the preset."""
 TRIALS = 40
-"""Default number of proposed settings, in addition to the hand-made ones."""
+"""Default number of settings that Optuna proposes, in addition to the hand-made settings."""
 STATES = {"COMPLETE": "measured", "PRUNED": "stopped early", "FAIL": "failed", "RUNNING": "under way"}
-SLOW = 0.5
+MAX_FAST = 0.5
 """Hand-made settings with at most this number of forwards per position are dropped only if they are surely worse."""
 
 Progress = Callable[[str, float], None]
-"""Called after every rung and batch with the measured setting's name and the share of the work done, in [0, 1]."""
+"""Function that is called after every rung and batch, with the measured setting's name, and the share of the work that
+is done, in [0, 1]."""
 
 
 def tune(
@@ -69,33 +70,32 @@ def tune(
     """Find the sampler, settings, cache and blocks that suit a model and its prompts. Needs the extra `tune`.
 
     The choosing half of the prompts is decoded with all hand-made settings (defaults and sweeps), then with settings
-    that Optuna proposes. Successive halving drops worse settings early (`paradec.tools.tuning.halving`); settings that
-    no other dominates are the Pareto front. The preset is the best hand-made setting, or a cheaper setting that is
-    surely not worse (`paradec.tools.tuning.result.choose`). The reported half measures only the front, the default, the
-    hand-made choice and the reference: one token per step (`low_confidence` in default blocks without a cache).
+    that Optuna proposes. Successive halving drops worse settings early (`paradec.tools.tuning.halving`). The settings
+    that no other setting dominates are the Pareto front. The preset is the best hand-made setting, or a cheaper setting
+    that is surely not worse (`paradec.tools.tuning.result.choose`). The reported half measures the front, the default,
+    the best hand-made setting and the reference: one token per step, by `low_confidence` without a cache.
 
     Args:
-        model: from `paradec.load` or `paradec.wrap`, with a mask token.
+        model: a model with a mask token, from `paradec.load` or `paradec.wrap`.
         prompts: a file of JSON lines (`paradec.tools.tuning.read_prompts`), or a sequence of texts, chats, rows of ids
             or questions (`paradec.tools.evaluation.packaged_questions`). Mask ids in rows of ids are filled.
         answers: one per prompt of a sequence: a text, a list of texts, the ids of the filled positions, or None.
-        score: "answers", "checker", or "agreement" with the reference's tokens. The default is the checker if there is
-            one, else answers if all prompts have one, else agreement.
-        checker: `checker(prompt, answer)`, from 0 to 1; the answer is a text, or ids if the model has no tokenizer.
-        mask: the text in prompts for one token to fill ("<mask>"), as in `paradec.infill`.
+        score: "answers" (known answers), "checker", or "agreement" with the reference's tokens. The default is
+            "checker" if there is a checker, else "answers" if all prompts have answers, else "agreement".
+        checker: `checker(prompt, answer)`, a score from 0 to 1; answers are texts, or ids if there is no tokenizer.
+        mask: a text that stands for one token to fill in prompts ("<mask>"), as in `paradec.infill`.
         samplers: names and combinations; by default every masked sampler that supports the model and the prompts.
-        caches: names; by default "none" if the objective is "forwards", else all.
+        caches: names; by default "none" if the objective is "forwards", else all caches.
         blocks: block lengths; None is the model's. By default: the model's, half of it, twice it, and the whole answer.
         objective: "forwards", "seconds" (wall time on this machine), or "both".
-        trials: number of proposed settings besides the hand-made ones, over all processes on one study.
+        trials: number of settings that Optuna proposes, over all processes on one study.
         minutes: time after which no trial or rung starts. The report takes additional time.
-        study: an SQLite file from which the same call continues, after Ctrl-C or a crash, or in several processes.
-        tolerance: points (of 100) by which the preset may score below the best hand-made setting on the choosing
-            half.
+        study: an SQLite file. The same call continues it after Ctrl-C or a crash, or works on it in other processes.
+        tolerance: points (of 100) by which the preset may score below the best hand-made score on the choosing half.
         loss: settings more than `loss` points below the best score are dropped (fast hand-made ones if surely below).
-        eta: growth of the rungs; after each rung, about 1 in `eta` trials continues.
-        batch: prompts decoded together.
-        seed: of the split into halves, of the proposals and of samplers that draw.
+        eta: growth of the rungs. After each rung, about 1 in `eta` trials continues.
+        batch: number of prompts decoded together.
+        seed: seed of the split into halves, the proposals, and samplers with random choices.
         progress: see `Progress`.
         arguments: fields of `paradec.Request` for all settings and the preset (names in `SHARED_FIELDS`).
 
@@ -104,8 +104,8 @@ def tune(
 
     Raises:
         ImportError: Optuna is not installed.
-        ValueError, TypeError: an argument out of its range, before any work, or a study with another model, prompts
-            or space.
+        ValueError, TypeError, before any work: an argument out of its range, or a study with another model, prompts or
+            space.
         Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` is the `Tuning` so far, on the choosing half.
     """
     check_installed()
@@ -130,7 +130,7 @@ def tune(
         raise ValueError("caches is empty; give at least one")
     questions = to_questions(prompts, answers)
     scorer = Scorer.from_questions(questions, score, checker)
-    first, second = halves(questions, seed)
+    first, second = split_halves(questions, seed)
     chat = arguments.get("chat")
     search = _Search(
         model=model,
@@ -174,7 +174,7 @@ def tune(
 
 
 def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batch: Any, seed: Any) -> None:
-    """Raise ValueError for an argument out of its range, as in `tune`; needs no model."""
+    """Raise ValueError for one of these arguments of `tune` out of its range."""
     check_choice("objective", objective, OBJECTIVES)
     check_int("trials", trials, low=0)
     check_int("batch", batch, low=1)
@@ -184,7 +184,7 @@ def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batc
 
 
 def fingerprint_checkpoint(model: Any) -> str:
-    """Digest of the names, shapes, dtypes and first values of all weights; "unknown" without a module."""
+    """Compute the digest of the names, shapes, dtypes and first values of all weights; "unknown" without a module."""
     module = getattr(model, "module", None)
     if module is None:
         return "unknown"
@@ -192,14 +192,14 @@ def fingerprint_checkpoint(model: Any) -> str:
     for name, tensor in module.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.numel() and not tensor.is_meta:
-            first = tensor.detach()[:32] if tensor.dim() else tensor.detach()  # before reshape, which may copy
+            first = tensor.detach()[:32] if tensor.dim() else tensor.detach()  # few rows, since reshape may copy
             digest.update(repr(first.reshape(-1)[:32].double().cpu().tolist()).encode())
     return digest.hexdigest()[:16]
 
 
 @dataclass
 class _Search:
-    """One process's work on a study."""
+    """The work of one process on a study."""
 
     model: Any
     base: dict[str, Any]
@@ -240,8 +240,8 @@ class _Search:
         return spaces.build_request(self.model, candidate, self.base, self.positions, self.lengths, self.holes)
 
     def run(self, trials: int, minutes: float | None) -> Tuning:
-        """Run all hand-made settings and `trials` proposals within `minutes`, then measure the front on the reported
-        half."""
+        """Run all hand-made settings and `trials` proposals within `minutes`. Then measure the best settings on the
+        reported half."""
         self.num_trials = trials
         self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
         self.starts = [self.space.params(start) for start in self.space.starts]
@@ -261,7 +261,7 @@ class _Search:
     # ---- trials -------------------------------------------------------------------------------------------------
 
     def _count_remaining(self) -> int:
-        """Count hand-made settings that have not started, and proposals that remain."""
+        """Count the hand-made settings that have not started, and the proposals that remain."""
         trials = self.study.trials()
         started = {
             frozen.user_attrs["start"]
@@ -275,7 +275,7 @@ class _Search:
         return len(self.starts) - len(started) + max(0, self.num_trials - proposed)
 
     def _trial(self) -> bool:
-        """Run one trial. Returns False if the trial was refused without decoding."""
+        """Run one trial. Returns False if its setting was refused without decoding."""
         trial, other_trials = self.study.next_trial(self.starts)
         try:
             candidate = self.space.suggest(trial)
@@ -298,7 +298,7 @@ class _Search:
         return False
 
     def _run_rungs(self, trial: Any, candidate: Candidate, request: Request, other_trials: list[Any]) -> None:
-        """Measure a trial rung by rung until it is complete, stopped, or out of time. Reuses earlier measurements."""
+        """Measure a trial rung by rung until it is complete, stopped, or out of time. Stored rungs are not repeated."""
         measured, data, by_hand = Measured(), candidate.to_data(), "start" in trial.user_attrs
         same_candidate = [trial, *(frozen for frozen in other_trials if frozen.user_attrs.get("candidate") == data)]
         for rung, stop in enumerate(self.rungs):
@@ -308,7 +308,7 @@ class _Search:
                     trial.set_user_attr("owner", "")  # another process may continue it
                     return
                 start = self.rungs[rung - 1] if rung else 0
-                if self.scorer.kind == "agreement":  # needs the reference's tokens
+                if self.scorer.kind == "agreement":  # the scorer needs the reference's tokens
                     self._measure_reference(self.choosing, stop)
                 try:
                     part = self._measure(self.choosing, request, start, stop)
@@ -323,8 +323,8 @@ class _Search:
             if stop == self.rungs[-1]:
                 self.study.tell(trial, "COMPLETE", list(objectives))
                 return
-            other_results = [entry for frozen in other_trials if (entry := sum_to_rung(frozen, rung)) is not None]
-            if by_hand and measured.mean("forwards") <= SLOW * self.positions:
+            other_results = [entry for frozen in other_trials if (entry := join_rungs(frozen, rung)) is not None]
+            if by_hand and measured.mean("forwards") <= MAX_FAST * self.positions:
                 continues = not surely_below(measured, other_results, self.groups[:stop], self.loss)
             else:
                 continues = is_promoted(
@@ -340,7 +340,7 @@ class _Search:
 
     def _tell_progress(self, label: str, share: float | None = None) -> None:
         if self.progress is not None:
-            # the report is the last tenth
+            # the last tenth of the progress is for the report
             done_share = 1 - self._count_remaining() / max(1, len(self.starts) + self.num_trials)
             self.progress(label, 0.9 * done_share if share is None else share)
 
@@ -372,19 +372,19 @@ class _Search:
     # ---- results ------------------------------------------------------------------------------------------------
 
     def _front(self) -> Tuning:
-        """Build the result: the front of the candidates that were measured on all of the choosing half."""
+        """Build the result, from the candidates that were measured on the whole choosing half."""
         counts = dict.fromkeys(("measured", "stopped early", "refused", "failed", "under way"), 0)
         points: dict[str, Point] = {}
         failures: dict[str, None] = {}
         for frozen in self.study.trials():
-            data = frozen.user_attrs.get("candidate")  # None if refused or not yet proposed
+            data = frozen.user_attrs.get("candidate")  # None if the trial was refused, or has no candidate yet
             candidate = None if data is None else Candidate(**data)
             state = "refused" if "refused" in frozen.user_attrs else STATES.get(frozen.state.name)
             if state is not None:
                 counts[state] += 1
             if "failed" in frozen.user_attrs:
                 failures[frozen.user_attrs["failed"]] = None
-            measured = None if candidate is None else sum_to_rung(frozen, len(self.rungs) - 1)
+            measured = None if candidate is None else join_rungs(frozen, len(self.rungs) - 1)
             if candidate is not None and measured is not None:
                 by_hand = "start" in frozen.user_attrs
                 new = Point(candidate, self.build_request(candidate), measured, by_hand=by_hand)
@@ -407,8 +407,8 @@ class _Search:
         )
 
     def _report(self, result: Tuning) -> None:
-        """Measure the front, the default, the hand-made choice and the reference on the reported half. Settings
-        alternate batch by batch, so that their times are comparable."""
+        """Measure the front, the default, the best hand-made setting and the reference on the reported half. Each batch
+        is decoded with all settings in turn, so that their times are comparable."""
         half, to_report = self.reporting, list(result.points)
         for extra in (result.default, result.hand):
             if extra is not None and all(point is not extra for point in to_report):

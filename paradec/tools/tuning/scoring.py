@@ -1,4 +1,4 @@
-"""Scores of answers (by known answers, a checker, or agreement with one token per step), and costs of decoding."""
+"""Scores of answers, and costs of decoding. In this file, the reference is decoding with one token per step."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from paradec.tools.evaluation.questions import Question
 
 SCORES = ("answers", "checker", "agreement")
 Checker = Callable[[Any, Any], float]
-"""`checker(prompt, answer)` scores an answer (a text, or ids of a model without a tokenizer) from 0 to 1."""
+"""`checker(prompt, answer)` scores an answer from 0 to 1. The answer is a text, or ids if there is no tokenizer."""
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scorer of the answers by which settings are chosen. kind: "answers" (known answers), "checker" (the caller's
-    function), or "agreement" with one token per step."""
+    """Scorer of answers; settings are chosen by its scores. kind: "answers" (known answers), "checker" (the caller's
+    function), or "agreement" (with the reference)."""
 
     kind: str
     checker: Checker | None = None
 
     @classmethod
     def from_questions(cls, questions: Sequence[Question], kind: str | None, checker: Checker | None) -> Scorer:
-        """Build the scorer of a kind: by default the checker if there is one, else known answers if all prompts have
-        one, else agreement. Raises ValueError: an unknown kind, or a missing or superfluous checker or answers;
-        TypeError: a checker that is not callable."""
+        """Build a scorer. The kind None is "checker" if there is a checker, else "answers" if all questions have
+        answers, else "agreement". Raises ValueError: an unknown kind, a missing checker or answer, or a checker for
+        another kind; TypeError: a checker that is not callable."""
         if checker is not None and not callable(checker):
             raise TypeError(f"checker={short_repr(checker)} must be callable: checker(prompt, answer)")
         missing = sum(not entry.judged for entry in questions)
@@ -58,23 +58,23 @@ class Scorer:
         if self.kind == "agreement":
             return agreement(tokens, reference or ())
         if self.kind == "answers":
-            right_share = truth(question, tokens, text)
-            assert right_share is not None  # checked at construction
-            return right_share
+            value = score_by_truth(question, tokens, text)
+            assert value is not None  # `from_questions` has checked it
+            return value
         assert self.checker is not None
-        value = self.checker(question.prompt, list(tokens) if text is None else text)
+        returned = self.checker(question.prompt, list(tokens) if text is None else text)
         try:
-            share = float(value)
+            score = float(returned)
         except (TypeError, ValueError):
-            share = -1.0
-        if not 0 <= share <= 1:
+            score = -1.0
+        if not 0 <= score <= 1:
             raise ValueError(
-                f"checker returned {short_repr(value)} for {short_repr(question.prompt)}; it must be from 0 to 1"
+                f"checker returned {short_repr(returned)} for {short_repr(question.prompt)}; it must be from 0 to 1"
             )
-        return share
+        return score
 
 
-def truth(question: Question, tokens: Sequence[int], text: str | None) -> float | None:
+def score_by_truth(question: Question, tokens: Sequence[int], text: str | None) -> float | None:
     """Score an answer by the known answer, from 0 to 1; None if the question has no known answer."""
     if question.truth is not None:
         return agreement(tokens, question.truth)
@@ -86,23 +86,23 @@ def truth(question: Question, tokens: Sequence[int], text: str | None) -> float 
 
 
 def agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
-    """Share of positions with equal ids, relative to the longer sequence."""
+    """Compute the share of positions with equal ids. The longer sequence counts as all positions."""
     longest = max(len(tokens), len(reference))
     equal = sum(a == b for a, b in zip(tokens, reference))
     return equal / longest if longest else 1.0
 
 
 FAILURES = (ValueError, FloatingPointError, RuntimeError, NotImplementedError)
-"""Errors of decoding after which a setting counts as failed; out of memory is a RuntimeError."""
+"""Errors of decoding after which a setting counts as failed. (Running out of memory raises a RuntimeError.)"""
 
 
 class DecodingFailed(Exception):
-    """Decoding with a setting failed; the message has the reason."""
+    """Error: decoding with a setting has failed. The message has the reason."""
 
 
 @dataclass
 class Measured:
-    """Measurements of a setting, one entry per prompt, in the order of the half."""
+    """Measurements of a setting. Each list has one entry per prompt, in the order of the half."""
 
     score: list[float] = field(default_factory=list)
     """Score by the `Scorer`, from 0 to 1."""
@@ -110,7 +110,7 @@ class Measured:
     """Score by the known answer, from 0 to 1; None if it is unknown."""
     forwards: list[int] = field(default_factory=list)
     positions: list[float] = field(default_factory=list)
-    """Evaluated positions, without padding; a batch's total is divided evenly among its rows."""
+    """Number of evaluated positions, without padding; a batch's total is divided evenly among its rows."""
     seconds: list[float] = field(default_factory=list)
     """Wall time of decoding; a batch's total is divided evenly among its rows."""
 
@@ -123,12 +123,12 @@ class Measured:
             getattr(self, entry.name).extend(getattr(other, entry.name))
 
     def mean(self, name: str) -> float:
-        """Mean of one of the lists, without None."""
+        """Compute the mean of the list `name`. Entries that are None are left out."""
         values = [value for value in getattr(self, name) if value is not None]
         return sum(values) / len(values)
 
     def point(self, costs: Sequence[str]) -> tuple[float, ...]:
-        """The mean score, then the mean costs."""
+        """Return the objectives: the mean score, followed by the mean costs."""
         return (self.mean("score"), *(self.mean(cost) for cost in costs))
 
 
@@ -137,7 +137,7 @@ class PromptHalf:
 
     def __init__(self, name: str, model: Any, questions: Sequence[Question], chat: bool | None, mask: str | None):
         self.name, self.model, self.questions = name, model, list(questions)
-        # duplicates are numbered over the half, so that a row's draws do not depend on its batch
+        # number equal prompts over the whole half, so that a row's random numbers do not depend on its batch
         self.prompts: Prompts = encode(
             model, [entry.prompt for entry in questions], chat=chat, placeholder=mask
         ).number_duplicates()
@@ -150,7 +150,7 @@ class PromptHalf:
         to its end token, and the text. Raises DecodingFailed: the request does not work."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # advice for single requests
+                warnings.simplefilter("ignore")  # warnings are advice for users of one setting
                 sampler = make_sampler(self.model, request.sampler)
                 output = decode_request(self.model, self.prompts.slice_rows(first, stop), request, sampler)
         except FAILURES as error:
@@ -175,10 +175,10 @@ class PromptHalf:
         """Decode the prompts from `first` to `stop` (exclusive), `batch` at a time.
 
         Args:
-            references: index of a prompt -> ids of the reference's answer, if the scorer needs them.
-            is_reference: whether the request is the reference; its ids are then stored in `references`.
+            references: by index of the prompt, ids of the reference's answer, if the scorer needs them.
+            is_reference: whether the request is the reference; if so, its ids are stored in `references`.
 
-        Raises: as `decode`; errors of the checker.
+        Raises: the errors of `decode` and of the checker.
         """
         measured = Measured()
         for start in range(first, stop, batch):
@@ -189,9 +189,9 @@ class PromptHalf:
                 if is_reference:
                     references[start + offset] = tokens
                 measured.score.append(scorer.score(entry, tokens, text, references.get(start + offset)))
-                measured.truth.append(truth(entry, tokens, text))
-            rows = end - start
+                measured.truth.append(score_by_truth(entry, tokens, text))
+            num_rows = end - start
             measured.forwards += [int(count) for count in output.row_nfe]
-            measured.positions += [output.forwarded_tokens / rows] * rows
-            measured.seconds += [output.seconds / rows] * rows
+            measured.positions += [output.forwarded_tokens / num_rows] * num_rows
+            measured.seconds += [output.seconds / num_rows] * num_rows
         return measured

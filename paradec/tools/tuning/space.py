@@ -1,7 +1,8 @@
 """Search space: samplers with their settings, caches that work with them, and block lengths.
 
-A sampler's `sweep` has the settings that trade quality for speed. Numbers are drawn from the range of the default,
-presets and `sweep`, extended at both ends if the sampler accepts that. Defaults and sweeps are the first trials.
+The varied settings of a sampler are those in its `sweep`; they trade quality for speed. The range of a number covers
+the default, presets and `sweep`, and is extended at both ends if the sampler accepts that. The first trials are the
+hand-made settings: defaults and entries of `sweep`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from paradec.tools.evaluation.configuration import BASELINE, COMBINATIONS, Confi
 REFERENCE = "low_confidence"
 """LLaDA's sampler: one token per step, the most confident first."""
 MIN_LOG_RATIO = 8
-"""Numbers are drawn on a logarithmic scale if the upper end of their range is at least this multiple of the lower."""
+"""The scale of a number is logarithmic if the upper end of its range is at least this multiple of the lower end."""
 BLOCKS = (16, 32, 64)
 """Block lengths for models without a default length."""
 
 
 @dataclass(frozen=True)
 class NumberDomain:
-    """Domain of numbers from `low` to `high`: integers (`whole`), or numbers rounded to three digits."""
+    """Domain of the numbers from `low` to `high`, rounded to three digits. whole: only integers. log: logarithmic."""
 
     low: float
     high: float
@@ -38,7 +39,7 @@ class NumberDomain:
     log: bool = False
 
     def suggest(self, trial: Any, name: str) -> float:
-        """Draw a value by Optuna."""
+        """Let Optuna propose a value."""
         if self.whole:
             return int(trial.suggest_int(name, int(self.low), int(self.high), log=self.log))
         return min(self.high, max(self.low, round_digits(trial.suggest_float(name, self.low, self.high, log=self.log))))
@@ -49,12 +50,12 @@ class NumberDomain:
 
 @dataclass(frozen=True)
 class ValueDomain:
-    """Domain of several values."""
+    """Domain of a few values."""
 
     values: tuple[Any, ...]
 
     def suggest(self, trial: Any, name: str) -> Any:
-        """Draw a value by Optuna, which stores values as JSON text."""
+        """Let Optuna propose a value. Optuna stores values as JSON text."""
         return json.loads(trial.suggest_categorical(name, [json.dumps(to_data(value)) for value in self.values]))
 
     def to_data(self) -> list[Any]:
@@ -68,7 +69,7 @@ class Candidate:
     sampler: str
     """A registered name, or a combination as text."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that differ from the defaults; a fraction for `steps` is a share of the undecided positions."""
+    """Settings that differ from the defaults. `steps` is a share of the undecided positions."""
     cache: str = "none"
     block_length: int | None = None
     """None is the default of the model or the sampler."""
@@ -82,7 +83,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """All settings in one line."""
+        """All settings as text in one line."""
         parts = [] if self.cache == "none" else [f"cache {self.cache}"]
         parts += [] if self.block_length is None else [f"blocks of {self.block_length}"]
         return ", ".join([self.configuration.name, *parts])
@@ -94,20 +95,20 @@ class Candidate:
 
 @dataclass
 class Space:
-    """All settings that a trial may have."""
+    """The search space: all settings that a trial may have."""
 
     settings: dict[str, dict[str, NumberDomain | ValueDomain]]
-    """Sampler -> domains of its varied settings; "steps" is a share of the undecided positions."""
+    """By sampler: the domains of its varied settings. "steps" is a share of the undecided positions."""
     starts: list[Candidate]
-    """Hand-made settings, which are all tried first, in the order of their estimated costs."""
+    """Hand-made settings: the first trials, in the order of their estimated costs."""
     caches: dict[str, tuple[str, ...]]
-    """Sampler -> caches that work with it on this model."""
+    """By sampler: the caches that work with it on this model."""
     block_lengths: tuple[int | None, ...]
     left_out: dict[str, str] = field(default_factory=dict)
-    """Samplers, and pairs of sampler and cache, that do not work here -> the reason."""
+    """By sampler, or sampler and cache: the reason why it does not work with the model and prompts."""
 
     def to_data(self) -> dict[str, Any]:
-        """Convert to JSON data, which is equal for equal spaces."""
+        """Convert to JSON data, without `starts` and `left_out`."""
         return {
             "samplers": {
                 name: {setting: domain.to_data() for setting, domain in settings.items()}
@@ -118,7 +119,7 @@ class Space:
         }
 
     def suggest(self, trial: Any) -> Candidate:
-        """Build the candidate that Optuna proposes in a trial. Optuna sees no parameters with a single value."""
+        """Build the candidate that Optuna proposes in a trial. Optuna gets no parameters that have only one value."""
         names = list(self.settings)
         sampler = names[0] if len(names) == 1 else trial.suggest_categorical("sampler", names)
         values = {
@@ -134,7 +135,7 @@ class Space:
         return Candidate(sampler, changes, cache, length)
 
     def params(self, candidate: Candidate) -> dict[str, Any]:
-        """Convert a candidate to Optuna's parameters, from which `suggest` builds it."""
+        """Convert a candidate to Optuna's parameters: the inverse of `suggest`."""
         sampler = candidate.sampler
         values: dict[str, Any] = {} if len(self.settings) == 1 else {"sampler": sampler}
         default = self.defaults(sampler)
@@ -148,12 +149,12 @@ class Space:
         return values
 
     def _cache_name(self, sampler: str) -> str:
-        """Name of the cache parameter. Samplers with equal caches share a parameter, so that Optuna learns for all."""
+        """Return the name of the cache parameter. Samplers with equal caches share it, so Optuna learns from all."""
         return "cache: " + ", ".join(self.caches[sampler])
 
     @staticmethod
     def defaults(sampler: str) -> dict[str, Any]:
-        """A sampler's default settings, and "steps": 1.0, one step per position."""
+        """Return a sampler's default settings, and "steps": 1.0 (one step per position)."""
         settings = samplers.get(sampler).settings() if sampler in samplers.registry else {}
         return {**settings, "steps": 1.0}
 
@@ -168,11 +169,11 @@ def build_space(
 ) -> Space:
     """Build the space of a model and its prompts.
 
-    prompts: the first prompt, encoded; each sampler is started on it as a check.
+    prompts: encoded prompts, with which each sampler is started as a check.
     base: arguments that all requests share.
-    names: samplers, and combinations as text; None is every masked sampler that works, and `COMBINATIONS`.
-    Raises ValueError: an unknown name, a sampler of another family, a sampler in `names` that does not work here, or
-    no sampler that works."""
+    names: samplers, and combinations as text; None is every masked sampler and of `COMBINATIONS` that works.
+    Raises ValueError: an unknown name, a sampler of another family, a sampler in `names` that does not work with the
+    model and prompts, or no sampler that works."""
     masked_names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
     selected = [*masked_names, *COMBINATIONS] if names is None else list(dict.fromkeys(names))
     for length in block_lengths:
@@ -197,14 +198,14 @@ def build_space(
         space.caches[name] = allowed
         space.settings[name] = {} if cls is None else domains(cls)
         sweep = () if cls is None else cls.sweep
-        # a schedule's default is one token per step, as slow as the reference; its sweep has faster settings
-        one_by_one = "steps" in space.settings[name]
-        by_hand = [*([] if one_by_one and name != BASELINE else [{}]), *sweep]
+        # the default of samplers with a schedule is one token per step, as slow as the reference: leave it out
+        has_schedule = "steps" in space.settings[name]
+        by_hand = [*([] if has_schedule and name != BASELINE else [{}]), *sweep]
         space.starts += [Candidate(name, changes, allowed[0], block_lengths[0]) for changes in by_hand]
     if not space.settings:
         why = "; ".join(f"{name}: {reason}" for name, reason in space.left_out.items())
         raise ValueError(f"no sampler works with {model.facts.name} and these prompts: {why}")
-    # cheapest first: the baseline, then samplers without a schedule, then short schedules
+    # the baseline is first; the others are ordered by cost
     space.starts.sort(key=lambda start: (start.sampler != BASELINE, _expected_share(start)))
     return space
 
@@ -212,7 +213,7 @@ def build_space(
 def _find_caches(
     space: Space, model: Any, prompts: Any, base: Mapping[str, Any], name: str, method: Any, names: Sequence[str]
 ) -> tuple[str, ...]:
-    """The caches that work with a sampler here; other caches are recorded in `space.left_out`."""
+    """Return the caches that work with a sampler; record the others in `space.left_out`."""
     allowed = []
     for cache_name in names:
         cache = caches.create(cache_name)
@@ -231,15 +232,15 @@ def _find_caches(
 
 
 def _start(model: Any, prompts: Any, request: Any) -> None:
-    """Check that a sampler starts, without decoding. Raises: errors of the sampler's `start`."""
+    """Check that a sampler starts, without decoding. Raises the errors of the sampler's `start`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # advice for single requests
+        warnings.simplefilter("ignore")  # warnings are advice for users of one setting
         with request.sampler.start(model, prompts, request).release_stores_on_exit():
             pass
 
 
 def _expected_share(start: Candidate) -> float:
-    """Estimate the forwards of a start, as a share of the positions."""
+    """Estimate the number of forwards with a hand-made setting, as a share of the positions."""
     share = start.changes.get("steps")
     if share is not None:
         return float(share)
@@ -247,20 +248,20 @@ def _expected_share(start: Candidate) -> float:
 
 
 def domains(cls: type[Any]) -> dict[str, NumberDomain | ValueDomain]:
-    """The domains of the settings that a sampler's `sweep` changes."""
+    """Build the domains of the settings that a sampler's `sweep` changes."""
     default = Space.defaults(cls.name)
-    used: dict[str, list[Any]] = {}
+    values_of: dict[str, list[Any]] = {}
     for changes in cls.sweep:
         for setting, value in changes.items():
-            used.setdefault(setting, [default[setting]]).append(value)
+            values_of.setdefault(setting, [default[setting]]).append(value)
     for preset in getattr(cls, "presets", {}).values():
         for setting, value in preset.items():
-            if setting in used:
-                used[setting].append(value)
-    return {setting: _domain(cls, setting, values) for setting, values in used.items()}
+            if setting in values_of:
+                values_of[setting].append(value)
+    return {setting: _build_domain(cls, setting, values) for setting, values in values_of.items()}
 
 
-def _domain(cls: type[Any], setting: str, values: list[Any]) -> NumberDomain | ValueDomain:
+def _build_domain(cls: type[Any], setting: str, values: list[Any]) -> NumberDomain | ValueDomain:
     numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     if len(numbers) < len([value for value in values if value is not None]) or len(set(numbers)) < 2:
         return ValueDomain(tuple({json.dumps(to_data(value), sort_keys=True): value for value in values}.values()))
@@ -287,13 +288,13 @@ def _accepts(cls: type[Any], setting: str, value: float) -> bool:
 
 
 def round_digits(value: float) -> float:
-    """Round to three digits."""
+    """Round to three significant digits."""
     return float(f"{value:.3g}")
 
 
 def default_block_lengths(model: Any, positions: int) -> tuple[int | None, ...]:
-    """The model's default block length (None), half of it, twice it, and all positions; for models that were trained
-    with blocks, only None."""
+    """List block lengths to try: the model's default (None), half of it, twice it, and all positions. For models that
+    were trained with blocks, only None."""
     if model.facts.topology in ("block_causal", "causal_context"):
         return (None,)
     model_length = model.default_block_length
@@ -312,9 +313,9 @@ def build_request(
     """Build the request of a candidate.
 
     positions: mean number of undecided positions per row.
-    lengths: start and end of each row's answer; the row with most blocks decides the number of steps per block.
+    lengths: start and end of each row's answer. The number of steps is for the row with the most blocks.
     holes: whether prompts have masks.
-    Raises ValueError: settings that exclude each other."""
+    Raises ValueError: settings that do not work together."""
     configuration = candidate.configuration
     method = configuration.make()
     steps: dict[str, Any] = {}

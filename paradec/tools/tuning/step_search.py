@@ -1,7 +1,7 @@
 """Search for the best set of a fixed number of steps to evaluate: evenly spread starts, annealing, then hill climbing.
 
-BudCache (arXiv 2606.13496) starts at random and uses absolute temperatures. Here the start is the best evenly spread
-set, temperatures are shares of its loss, and a move may shift all later steps.
+Differences from BudCache (arXiv 2606.13496), which starts with a random set and has absolute temperatures: the start is
+the best evenly spread set, temperatures are shares of its loss, and a move may shift all later steps.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from collections.abc import Callable, Iterator
 
 Steps = tuple[int, ...]
 Loss = Callable[[Steps, float], float]
-"""(set of steps, bound) -> the loss of the set, or infinity if the loss is not below the bound."""
+"""Function (set of steps, bound) -> loss of the set; infinity if the loss is not below the bound."""
 
 REACH = 3
 """Maximum distance by which a move shifts one step."""
 TEMPERATURES = (0.05, 1e-5)
-"""Temperatures of the first and the last proposal, as shares of the start's loss."""
+"""Temperatures of the first and the last proposal, as shares of the loss of the best start."""
 
 
 def even_starts(total: int, budget: int) -> list[Steps]:
-    """Evenly spread sets of `budget` of `total` steps: every k-th step, equal distances rounded down, and equal
-    distances with both ends."""
+    """List the different evenly spread sets of `budget` of `total` steps: every k-th step, equal distances rounded
+    down, and equal distances from the first to the last step."""
     spread = (
         range(0, total, -(-total // budget)),
         [total * i // budget for i in range(budget)],
         [round((total - 1) * i / max(budget - 1, 1)) for i in range(budget)],
     )
-    sets = {tuple(sorted(set(steps))): None for steps in spread}  # without duplicates
+    sets = {tuple(sorted(set(steps))): None for steps in spread}
     return [steps for steps in sets if len(steps) == budget]
 
 
 def moves(steps: Steps, total: int) -> Iterator[Steps]:
-    """Yield the neighbours of a set: one step moves by at most `REACH`, or one step and all later ones by 1; the first
-    step stays."""
+    """Yield the neighbours of a set: one step moves by at most `REACH`, or a step and all later steps move by 1. The
+    first step stays."""
     for distance in range(1, REACH + 1):
         for index in range(1, len(steps)):
             for offset in (-distance, distance):
@@ -49,11 +49,11 @@ def moves(steps: Steps, total: int) -> Iterator[Steps]:
 
 
 def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0) -> tuple[Steps, Steps]:
-    """Return the best of `starts`, and the best set that the search finds from there; of equally good sets the earlier.
+    """Return the best of `starts`, and the best set that the search finds from it; of equally good sets, the earlier.
 
-    loss: see `Loss`; the caller caches it.
-    runs: number of sets evaluated besides the starts: a third by annealing, then by climbing.
-    seed: of the proposals."""
+    loss: see `Loss`. It may be called again for the same set, so the caller should cache it.
+    runs: number of sets to evaluate besides the starts: the first third by annealing, the others by climbing.
+    seed: seed of the proposals."""
     rng, evaluated = random.Random(seed), set(starts)
     values = {steps: loss(steps, math.inf) for steps in starts}
     even = best = min(starts, key=values.__getitem__)

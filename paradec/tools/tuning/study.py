@@ -1,7 +1,7 @@
 """Optuna study in a file, shared by several processes.
 
-The study stores all measurements: a rung's in attributes of the trial, the reference's and the reported half's in
-attributes of the study. Other processes continue the trials of a process that has ended.
+It stores all measurements: those of a rung as attributes of the trial, those of the reference and of the reported half
+as attributes of the study. If a process ends, other processes continue its trials.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paradec.tools.tuning.scoring import Measured
 NAME = "paradec"
 SCHEMA = "paradec-tune/2"
 ABANDONED_SECONDS = 30.0
-"""Seconds after which a trial without an owner is abandoned."""
+"""Age in seconds from which a trial that has never had an owner counts as abandoned."""
 
 _active_runs: set[str] = set()
 """Names of runs in progress in this process."""
@@ -41,7 +41,7 @@ def check_installed() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Optuna's logger and warnings."""
+    """Hide Optuna's warnings and messages below warnings."""
     import optuna  # noqa: F401 - creates the logger
 
     logger = logging.getLogger("optuna")
@@ -57,12 +57,12 @@ def _quiet() -> Iterator[None]:
 
 
 class Study:
-    """An Optuna study, in a file or in memory, and this run's name in it.
+    """An Optuna study, in a file or in memory, and the name of this process's run.
 
     file: an SQLite file, created if missing; None keeps the study in memory.
-    setup: data that must be equal to that of an existing study.
-    directions: Optuna's, one per objective. seed: of the proposals.
-    Raises ValueError: a file of another kind or setup; the message names the difference. OSError: an unwritable file.
+    setup: data that must be equal to the setup of an existing study.
+    directions: Optuna's directions, one per objective. seed: seed of the proposals.
+    Raises ValueError: the file is no study, or its setup differs (see the message). OSError: an unwritable file.
     """
 
     def __init__(self, file: str | os.PathLike[str] | None, setup: Mapping[str, Any], directions: list[str], seed: int):
@@ -97,12 +97,12 @@ class Study:
     # ---- trials -------------------------------------------------------------------------------------------------
 
     def trials(self) -> list[Any]:
-        """All trials, as Optuna's frozen trials."""
+        """List all trials, as Optuna's frozen trials."""
         return self.study.get_trials(deepcopy=False)
 
     def next_trial(self, starts: Sequence[Mapping[str, Any]]) -> tuple[Any, list[Any]]:
-        """Return an abandoned trial, else a trial for the first entry of `starts` that has none, else Optuna's
-        proposal; and all other trials."""
+        """Return the next trial to run, and all other trials. The next trial is an abandoned one if there is any, else
+        one for the first entry of `starts` without a trial, else Optuna's proposal."""
         with _claim_lock, _quiet():
             trials = self.trials()
             for frozen in trials:
@@ -114,7 +114,7 @@ class Study:
             unstarted = [k for k in range(len(starts)) if k not in started]
             if unstarted:
                 self.study.enqueue_trial(dict(starts[unstarted[0]]), user_attrs={"start": unstarted[0]})
-            # the seed depends only on the number of trials, so interruptions do not change the proposals
+            # a new sampler, seeded by the number of trials: interruptions do not change the proposals
             self.study.sampler = self.optuna.samplers.TPESampler(
                 multivariate=True, group=True, seed=self.seed + len(trials)
             )
@@ -123,10 +123,10 @@ class Study:
             return trial, trials
 
     def tell(self, trial: Any, state: str, values: list[float] | None = None) -> None:
-        """End a trial in state "COMPLETE" with values, "PRUNED" or "FAIL"."""
+        """End a trial in state "COMPLETE" (with values), "PRUNED" or "FAIL"."""
         with _quiet():
-            chosen = self.optuna.trial.TrialState[state]
-            self.study.tell(trial, values, state=None if values else chosen, skip_if_finished=True)
+            final_state = self.optuna.trial.TrialState[state]
+            self.study.tell(trial, values, state=None if values else final_state, skip_if_finished=True)
 
     def is_abandoned(self, frozen: Any) -> bool:
         """Whether a trial has not ended, and no process works on it."""
@@ -145,13 +145,13 @@ class Study:
 
 
 def read_rung(frozen: Any, rung: int) -> Measured | None:
-    """Measurements of a trial on one rung; None if it has not finished the rung."""
+    """Read the measurements of a trial on one rung; None if the trial has not finished the rung."""
     data = frozen.user_attrs.get(f"rung {rung}")
     return None if data is None else Measured(**data)
 
 
-def sum_to_rung(frozen: Any, rung: int) -> Measured | None:
-    """Measurements of a trial up to the end of a rung; None if it has not finished the rung."""
+def join_rungs(frozen: Any, rung: int) -> Measured | None:
+    """Join the measurements of a trial on all rungs up to this one; None if the trial has not finished them."""
     total = Measured()
     for k in range(rung + 1):
         part = read_rung(frozen, k)
@@ -188,7 +188,7 @@ def _storage(file: Path) -> Any:
         try:
             # wait up to 60 s while other processes write
             return optuna.storages.RDBStorage(f"sqlite:///{file}", engine_kwargs={"connect_args": {"timeout": 60}})
-        except DatabaseError as error:  # perhaps another process creates the tables now: try again
+        except DatabaseError as error:  # another process may be creating the tables: try again
             if attempt == 4:
                 raise ValueError(f"study={str(file)!r} cannot be opened: {error.orig}") from error
             time.sleep(0.2 * 2**attempt)
@@ -196,10 +196,10 @@ def _storage(file: Path) -> Any:
 
 
 def _is_alive(pid: int) -> bool:
-    if os.name == "nt":  # signal 0 is Ctrl-C on Windows: assume that the process is alive
+    if os.name == "nt":  # on Windows, signal 0 is Ctrl-C and must not be sent: assume that the process is alive
         return True
     try:
         os.kill(pid, 0)
-    except OSError as error:  # another user's process exists but cannot be signalled
-        return isinstance(error, PermissionError)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # the process exists, but belongs to another user
     return True

@@ -337,8 +337,8 @@ def test_a_preset_from_a_file_of_prompts(tmp_path: Path) -> None:
     prompts.write_text("\n".join(map(json.dumps, lines)))
     result = run("--prompts", prompts, "--out", preset, "--report", report, *SHORT)
     assert result.exit_code == 0, result.output
-    assert "6 prompts chose, by answers; 6 others are reported" in result.stdout
-    assert "Only 6 prompts chose" in result.stdout
+    assert "chosen on 6 prompts, by answers; 6 others reported" in result.stdout
+    assert "Chosen on only 6 prompts" in result.stdout
     assert all(len(line) <= 80 for line in result.stdout.splitlines())
     actual = json.loads(report.read_text())
     assert actual["complete"] and actual["trials"]["failed"] == 0

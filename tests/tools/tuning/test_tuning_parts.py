@@ -23,9 +23,9 @@ from paradec.tools.evaluation.metrics import bootstrap
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import read_prompts
 from paradec.tools.tuning.halving import dominates, fronts
-from paradec.tools.tuning.prompts import fingerprint, halves, to_questions
+from paradec.tools.tuning.prompts import fingerprint, split_halves, to_questions
 from paradec.tools.tuning.result import Point, choose
-from paradec.tools.tuning.scoring import Measured, Scorer, agreement, truth
+from paradec.tools.tuning.scoring import Measured, Scorer, agreement, score_by_truth
 from paradec.tools.tuning.space import Candidate, NumberDomain, build_space, domains
 from paradec.tools.tuning.step_search import Steps, even_starts, moves, search
 
@@ -40,7 +40,7 @@ def create_questions(tasks: dict[str, int], group: int = 1) -> list[Question]:
 @pytest.mark.parametrize("group", [1, 3])
 def test_halves_share_no_group_and_balance_tasks(group: int) -> None:
     entries = create_questions({"a": 12, "b": 7, "c": 1}, group)
-    first, second = halves(entries, seed=3)
+    first, second = split_halves(entries, seed=3)
     assert sorted(e.key for e in first + second) == sorted(e.key for e in entries)
     assert not {e.group for e in first} & {e.group for e in second}
     for task in "abc":
@@ -62,9 +62,9 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     file.write_text("\n\n".join(map(json.dumps, lines)))
     actual = read_prompts(file)
     assert [e.judged for e in actual] == [True, True, False, True]
-    assert truth(actual[0], [], " five ") == 1 and truth(actual[0], [], "six") == 0
-    assert truth(actual[1], [], "oh, Hello") == 1 and actual[1].task == "manners"
-    assert truth(actual[2], [], "x") is None
+    assert score_by_truth(actual[0], [], " five ") == 1 and truth(actual[0], [], "six") == 0
+    assert score_by_truth(actual[1], [], "oh, Hello") == 1 and actual[1].task == "manners"
+    assert score_by_truth(actual[2], [], "x") is None
     assert actual[3].prompt == [1, 40, 2] and actual[3].truth == (7,) and actual[3].group == "g"
     assert fingerprint(actual) != fingerprint(actual[:3]) and len(read_prompts(file, 2)) == 2
 
@@ -94,7 +94,7 @@ def test_scores_by_hand() -> None:
         with pytest.raises(ValueError, match="from 0 to 1"):
             Scorer("checker", lambda prompt, answer, wrong=wrong: wrong).score(entry, [], "", None)
     with pytest.raises(ValueError, match="tokenizer"):
-        truth(Question("p", "p", lambda text: True), [1], None)
+        score_by_truth(Question("p", "p", lambda text: True), [1], None)
 
 
 def test_fronts_are_nested_pareto_fronts() -> None:
