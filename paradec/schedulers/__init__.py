@@ -1,14 +1,14 @@
-"""Schedulers for diffusers' pipelines of discrete tokens, over the samplers of `paradec.samplers`.
+"""Schedulers for diffusers' pipelines of discrete tokens. Each wraps a sampler of `paradec.samplers`.
 
 >>> from paradec.schedulers import LocalLeapScheduler
 >>> pipe.scheduler = LocalLeapScheduler.from_config(pipe.scheduler.config)    # doctest: +SKIP
 
-Saved pipelines record this module: import it before `from_pretrained`. `import paradec` does not import it.
+Saved pipelines refer to this module: import it before `from_pretrained`. `import paradec` does not import it.
 """
 
 from typing import Any
 
-from diffusers import ConfigMixin, SchedulerMixin  # noqa: F401 - pipelines look them up here to load a scheduler
+from diffusers import ConfigMixin, SchedulerMixin  # noqa: F401 - pipelines look these up in this module
 
 from paradec.schedulers.image import *  # noqa: F403
 from paradec.schedulers.text import *  # noqa: F403
@@ -19,7 +19,7 @@ UNSUPPORTED = {
     "AdaBlockScheduler": "AdaBlock decides where blocks end, and a pipeline fixes their length beforehand",
     "LengthTrimScheduler": "trimming changes the length of the canvas, and a pipeline fixes it beforehand",
 }
-"""Methods without a scheduler, with the reasons."""
+"""By name of a scheduler that does not exist: the reason."""
 
 
 def __getattr__(name: str) -> Any:

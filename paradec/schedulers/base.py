@@ -1,4 +1,4 @@
-"""Base of the schedulers: a sampler with its settings as a diffusers config, driven by the pipeline's calls."""
+"""Base of the schedulers: a sampler whose settings are a diffusers config, and which steps when the pipeline calls."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from paradec.samplers.masked.state import MaskedState
 from paradec.samplers.masked.view import MaskedProposal
 
 MODULE = "paradec.schedulers"
-"""Module name that pipelines write into `model_index.json`, for every class here."""
+"""Module of every scheduler class, as pipelines write it into `model_index.json`."""
 
 
 class PipelineModel:
-    """Model for the samplers, which returns `logits` [B, L, V] that the pipeline computed."""
+    """Stand-in for the samplers' model: it returns the pipeline's logits, stored in `logits` [B, L, V]."""
 
     tokenizer = None
     kind = "host"
@@ -43,29 +43,29 @@ class PipelineModel:
         self.logits = torch.empty(0)
 
     def __call__(self, query: Query) -> Tensor:
-        """Copy the logits [R, W, V] of the wanted columns."""
+        """Return a copy of the logits [R, W, V] at the query's R rows and W wanted columns."""
         rows = self.logits[torch.as_tensor(query.rows, device=self.logits.device)]
         return rows if query.wanted is None else take_columns(rows, query.wanted)
 
 
 class SamplerScheduler(SchedulerMixin, ConfigMixin):
-    """Base of the schedulers. `class X(Base, sampler="localleap")` has the family's and the sampler's settings as
-    config keys. Raises ValueError for an unknown key or a setting out of its range."""
+    """Base of the schedulers. A subclass `class X(Base, sampler="localleap")` has as config keys the sampler's settings
+    and `family_settings`. Raises ValueError for an unknown key or a setting out of its range."""
 
     order = 1
     sampler_name: ClassVar[str]
     family_settings: ClassVar[Mapping[str, Any]] = {}
-    """Config keys besides the sampler's, with their defaults."""
+    """Config keys that are not settings of the sampler, with their defaults."""
     renamed_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of other schedulers' configs, with the keys of the same meaning here."""
+    """By key of other schedulers' configs, the key with the same meaning in this class."""
     pipelines: ClassVar[str] = ""
     """Names of the supported pipelines, for messages."""
     run: object | None = None
-    """Identity of the current run."""
+    """A new object for each run, which identifies the run."""
     thread: int | None = None
-    """Thread of the current run."""
+    """Id of the thread of the current run."""
     _model: PipelineModel
-    """The samplers' model, while there is a state."""
+    """The sampler's model; set while `_state` is."""
 
     def __init_subclass__(cls, sampler: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -75,18 +75,18 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
             cls.__init__ = _make_init({**cls.family_settings, **cls.sampler_settings()})  # type: ignore
 
     def _setup(self) -> None:
-        """Initialise after the config is registered."""
+        """Initialise the attributes from the registered config."""
         self.timesteps: Tensor = torch.arange(0)
         self._state: MaskedState | None = None
         self._rows = torch.arange(0)
-        """Rows of the pipeline's batch in the state."""
+        """[R] int64: rows of the pipeline's batch that the state decodes."""
         self._last_tokens: Tensor | None = None
-        """Tokens after the last step."""
+        """The tokens that the last step returned."""
         self._warned_arguments: set[str] = set()
         self.sampler = self.make_sampler()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for copies and pickles: all but the run."""
+        """Return the attributes for copies and pickles, without the run."""
         return {name: value for name, value in vars(self).items() if name not in ("run", "thread")}
 
     def _start_run(self) -> None:
@@ -94,7 +94,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         self.run, self.thread = object(), threading.get_ident()
 
     def _check_thread(self) -> None:
-        """Raise RuntimeError in another thread's run."""
+        """Raise RuntimeError if the current run belongs to another thread."""
         if self.thread not in (None, threading.get_ident()):
             raise RuntimeError(
                 f"{type(self).__name__} has a run in another thread, and serves one run at a time. "
@@ -112,14 +112,14 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
 
     @property
     def config(self) -> Any:
-        """The config; an AttributeError for a missing key names the supported pipelines."""
+        """The config. The AttributeError for a missing key lists the supported pipelines."""
         return _Config(self._internal_dict, type(self))
 
     @classmethod
     def from_config(cls, config: Any = None, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Make the scheduler from another one's config; `kwargs` have precedence. Values that are defaults of the other
-        scheduler are not copied: the paper's defaults apply. Keys of other schedulers are kept in the config. Raises
-        ValueError for a key that no scheduler knows."""
+        """Make the scheduler from another scheduler's config; `kwargs` have precedence. Values that are defaults of the
+        other scheduler are not copied, so this sampler's defaults apply. Keys that only other schedulers have stay in
+        the config without effect. Raises ValueError for a key that no scheduler has."""
         keys = set(inspect.signature(cls.__init__).parameters) - {"self"}
         for name in kwargs:
             check_choice(f"config key of {cls.__name__}", name, keys)
@@ -134,7 +134,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         settings: dict[str, Any] = {}
         for name, value in config.items():
             key = cls.renamed_keys.get(name, name)
-            # in other schedulers None means "off", or the value of the call
+            # None in another scheduler's config means "off" or "as in the call": take the default instead
             if name not in default_names and key in keys and not (value is None and defaults[key] is not None):
                 settings.setdefault(key, value)
         scheduler = cls(**{**settings, **kwargs})
@@ -143,11 +143,11 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         return (scheduler, foreign) if return_unused_kwargs else scheduler
 
     def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
-        """Raise TypeError, since only pipelines of continuous latents call this method."""
+        """Raise TypeError: only pipelines of continuous latents call this method."""
         raise TypeError(f"{type(self).__name__} decodes tokens, not latents; it works in {self.pipelines}")
 
     def _commit(self, sampler: MaskedSampler, state: MaskedState, logits: Tensor) -> tuple[MaskedProposal, Tensor]:
-        """Take a step on the logits [B, L, V]. Returns the proposal, and the batch indices [R, 1] of its rows."""
+        """Take a step with the logits [B, L, V]. Returns the proposal, and the batch indices [R, 1] of its rows."""
         self._model.logits = logits[self._rows]
         proposal = sampler.step(self._model, state)
         sampler.commit(state, proposal)
@@ -155,7 +155,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
         return proposal, self._rows[torch.as_tensor(proposal.rows, device=self._rows.device)].unsqueeze(1)
 
     def _check_tokens(self, model_output: Any, sample: Any, shape: str, ndim: int) -> None:
-        """Raise ValueError unless `sample` holds token ids of `ndim` dimensions, and `model_output` their logits."""
+        """Raise ValueError unless `sample` has `ndim` dimensions of int64, and `model_output` its logits."""
         if not isinstance(sample, Tensor) or sample.dtype != torch.int64 or sample.ndim != ndim:
             actual = f"{sample.dtype} {tuple(sample.shape)}" if isinstance(sample, Tensor) else type(sample).__name__
             raise ValueError(
@@ -171,7 +171,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
             )
 
     def _warn_ignored(self, defaults: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-        """Warn once about each call argument whose value the config determines."""
+        """Warn once about each call argument that differs from its default and from the config. It has no effect."""
         for name, value in arguments.items():
             config_value = self.config.get(name)
             if value in (None, defaults[name]) or value == config_value or name in self._warned_arguments:
@@ -190,7 +190,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
 
 
 class _Config(FrozenDict):
-    """A config whose error for a missing key names the supported pipelines."""
+    """A config whose error for a missing key lists the supported pipelines."""
 
     def __init__(self, values: Mapping[str, Any], owner: type[SamplerScheduler]):
         object.__setattr__(self, "_owner", owner)
@@ -221,10 +221,10 @@ def _make_init(settings: Mapping[str, Any]) -> Callable[..., None]:
 
 
 def _foreign_keys(name: Any) -> set[str]:
-    """Return the config keys of all schedulers here, of diffusers' discrete schedulers, and of the scheduler `name`."""
+    """Return the config keys of paradec's schedulers, of diffusers' discrete schedulers, and of diffusers' `name`."""
     import diffusers
 
-    keys = ["BlockRefinementScheduler", "EntropyBoundScheduler", "DiscreteDDIMScheduler", "AmusedScheduler", name]
-    classes = [getattr(diffusers, n, None) for n in keys if isinstance(n, str)]
+    names = ["BlockRefinementScheduler", "EntropyBoundScheduler", "DiscreteDDIMScheduler", "AmusedScheduler", name]
+    classes = [getattr(diffusers, n, None) for n in names if isinstance(n, str)]
     classes += [c for family in SamplerScheduler.__subclasses__() for c in family.__subclasses__()]
     return {key for c in classes if c is not None for key in inspect.signature(c.__init__).parameters}

@@ -18,28 +18,28 @@ from paradec.samplers.masked.rules.recap import Recap
 from paradec.schedulers.base import PipelineModel, SamplerScheduler
 
 CALL_TEMPERATURE = (2, 0)
-"""AmusedPipeline's default."""
+"""AmusedPipeline's default of `temperature`."""
 
 
 @dataclass
 class ImageSchedulerOutput(BaseOutput):
-    """Result of a step, with the fields of diffusers' `AmusedSchedulerOutput`, in the shape of `sample`."""
+    """Result of a step. The fields are those of diffusers' `AmusedSchedulerOutput`, in the shape of `sample`."""
 
     prev_sample: Tensor
     """int64: the tokens after the step."""
     pred_original_sample: Tensor
-    """int64: candidates, and decided tokens."""
+    """int64: the candidates at masks, and the decided tokens elsewhere."""
 
 
 class ImageScheduler(SamplerScheduler):
-    """A masked sampler with `AmusedScheduler`'s calls.
+    """A masked sampler with the methods of `AmusedScheduler`.
 
-    Config: the sampler's settings, `mask_token_id` (required, from the pipeline's scheduler) and `temperature` of the
-    draws (0 takes the best). The call's `temperature` (noise on the confidence) only causes a warning: set
-    `choice_temperature` in the config.
+    Config: the sampler's settings, `mask_token_id` (required; the pipeline's scheduler has it), and `temperature`, with
+    which tokens are drawn (0 takes the likeliest). The pipeline's argument `temperature` (noise on the confidence) only
+    causes a warning: set `choice_temperature` in the config.
 
-    The first step after `set_timesteps` starts an image and keeps its unmasked tokens (image to image, inpainting); the
-    schedule covers the masks and the remaining steps. Each image draws a seed from `generator` (or its own in a list).
+    The first step after `set_timesteps` starts an image. Tokens that are not masked stay (image to image, inpainting);
+    the sampler fills the masks in the remaining steps. `generator` (or a list, one per image) draws each image's seed.
     """
 
     family_settings: ClassVar[Mapping[str, Any]] = {"mask_token_id": None, "temperature": 1.0}
@@ -61,7 +61,7 @@ class ImageScheduler(SamplerScheduler):
         temperature: float | Sequence[float] = CALL_TEMPERATURE,
         device: str | torch.device | None = None,
     ) -> None:
-        """Begin a run of `num_inference_steps` steps, at least 1. temperature: only causes a warning. Raises
+        """Begin a run of `num_inference_steps` steps (at least 1). `temperature` only causes a warning. Raises
         ValueError for a value out of its range."""
         self._start_run()
         check_int("num_inference_steps", num_inference_steps, low=1)
@@ -87,12 +87,12 @@ class ImageScheduler(SamplerScheduler):
 
         Args:
             model_output: [B, C, H, W] logits of the codebook after guidance, or [B, n, C] for flat samples.
-            timestep: from T - 1 down to 0.
+            timestep: number of steps after this one.
             sample: [B, H, W] or [B, n] int64 tokens and masks.
-            starting_mask_ratio: has no effect, since the masks are counted.
+            starting_mask_ratio: has no effect; the sampler counts the masks.
 
         Raises ValueError for an argument out of its range, FloatingPointError for NaN or infinite logits, RuntimeError
-        during another thread's run.
+        if the run belongs to another thread.
         """
         self._check_thread()
         is_flat = isinstance(sample, Tensor) and sample.ndim == 2
@@ -123,7 +123,7 @@ class ImageScheduler(SamplerScheduler):
         generator: torch.Generator | Sequence[torch.Generator] | None,
         grid: Sequence[int] | None,
     ) -> None:
-        """Start the sampler on the rows with masks, for `steps` steps."""
+        """Start the sampler on the rows that have masks, for `steps` steps."""
         mask = self.config.mask_token_id
         self._rows = (tokens == mask).any(1).nonzero().squeeze(1)
         self._state = None
@@ -151,8 +151,8 @@ class ImageScheduler(SamplerScheduler):
         )
 
     def add_noise(self, sample: Tensor, timesteps: int | Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Mask tokens at random (image to image), as large a share as the cosine schedule leaves masked after this
-        timestep. sample: int64 tokens of any shape. timesteps: one of `self.timesteps`."""
+        """Mask tokens at random (image to image), each with the probability that the cosine schedule leaves it masked
+        after this timestep. sample: int64 tokens of any shape. timesteps: one of `self.timesteps`."""
         index = int((self.timesteps == int(timesteps)).nonzero())
         probability = math.cos((index + 1) / len(self.timesteps) * math.pi / 2)
         device = sample.device if generator is None else generator.device
@@ -161,8 +161,8 @@ class ImageScheduler(SamplerScheduler):
 
 
 class MaskGITScheduler(ImageScheduler, sampler="maskgit"):
-    """MaskGIT: the most confident tokens with noise, in growing numbers (arXiv 2202.04200). AmusedScheduler's
-    `masking_schedule` is `schedule` here."""
+    """MaskGIT: growing numbers of tokens with the highest noisy confidence (arXiv 2202.04200). AmusedScheduler's key
+    `masking_schedule` is called `schedule`."""
 
     renamed_keys = {"masking_schedule": "schedule"}
 
@@ -176,11 +176,11 @@ class LPDScheduler(ImageScheduler, sampler="lpd"):
 
 
 class RecapScheduler(ImageScheduler, sampler="recap"):
-    """ReCAP: groups of steps with tokens chosen together (arXiv 2505.19089). By itself it does not save computation:
-    every step evaluates the whole model. `paradec.accelerate(pipe, paradec.samplers.create("recap"))` saves it."""
+    """ReCAP: the positions of a group of steps are chosen together (arXiv 2505.19089). This scheduler alone saves no
+    computation. For that, use `paradec.accelerate(pipe, paradec.samplers.create("recap"))`."""
 
     def targets(self) -> Tensor | None:
-        """[B, n] bool: positions whose logits the next step reads; None: all."""
+        """Return [B, n] bool: the positions whose logits the next step reads. None: all positions."""
         state = self._state
         if state is None or self._last_tokens is None or state.done:
             return None

@@ -1,5 +1,5 @@
-"""Schedulers for pipelines that decode text in blocks: diffusers' LLaDA2Pipeline, and DiffusionGemmaPipeline with
-`EntropyBoundScheduler`."""
+"""Schedulers for diffusers' pipelines that decode text in blocks: LLaDA2Pipeline, and (only `EntropyBoundScheduler`)
+DiffusionGemmaPipeline."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ from paradec.samplers.renoising.state import anneal_temperature
 from paradec.schedulers.base import PipelineModel, SamplerScheduler
 
 CALL_DEFAULTS = {"threshold": 0.7, "editing_threshold": 0.5, "minimal_topk": 1, "max_post_steps": 16}
-"""LLaDA2Pipeline's defaults."""
+"""LLaDA2Pipeline's default arguments."""
 
 
 @dataclass
 class BlockSchedulerOutput(BaseOutput):
-    """Result of a step, with the fields of diffusers' `BlockRefinementSchedulerOutput`. Shapes: `B` rows, `L` positions
-    of the block, `V` tokens of the vocabulary."""
+    """Result of a step. The fields are those of diffusers' `BlockRefinementSchedulerOutput`. Shapes: `B` rows, `L`
+    positions of the block, `V` tokens of the vocabulary."""
 
     prev_sample: Tensor
     """[B, L] int64: the block after the step."""
     transfer_index: Tensor
-    """[B, L] bool: filled masks."""
+    """[B, L] bool: masks that the step has filled."""
     editing_transfer_index: Tensor
-    """[B, L] bool: tokens exchanged or masked again."""
+    """[B, L] bool: tokens that the step has replaced or masked again."""
     sampled_tokens: Tensor
     """[B, L] int64: the candidates."""
     sampled_probs: Tensor
-    """[B, L] float64."""
+    """[B, L] float64: the candidates' probabilities."""
     pred_logits: Tensor
-    """[B, L, V]: logits that candidates were drawn from."""
+    """[B, L, V]: logits from which the candidates were drawn."""
 
 
 class BlockScheduler(SamplerScheduler):
-    """A masked sampler with `BlockRefinementScheduler`'s calls.
+    """A masked sampler with the methods of `BlockRefinementScheduler`.
 
-    Config: the sampler's settings, `block_length` and `num_inference_steps` (for samplers with a schedule; others take
-    as many steps as they need). Thresholds given to the pipeline's call only cause a warning.
+    Config: the sampler's settings, `block_length`, and `num_inference_steps` (only for samplers with a schedule; others
+    take as many steps as they need). Thresholds among the pipeline's arguments only cause a warning.
 
-    The sampler's state covers the open block. It restarts at `timestep` 0, the first of each block, and when a callback
-    has changed the block; masks that a callback puts into a full block stay. Rows that the pipeline froze after their
-    end token do not change. With a temperature, each block draws a seed from `generator`; the draws differ from those
-    of `paradec.generate`, whose seeds depend on the prompt.
+    The sampler's state covers the open block. It restarts at `timestep` 0, the first step of each block, and when a
+    callback has changed the block. Masks that a callback writes into a full block stay. Rows with an end token, which
+    the pipeline has frozen, do not change. If temperature > 0, each block draws a seed from `generator`; so random
+    draws differ from those of `paradec.generate`, whose seeds depend on the prompt.
     """
 
     family_settings: ClassVar[Mapping[str, Any]] = {"block_length": 32, "num_inference_steps": 32}
@@ -72,7 +72,7 @@ class BlockScheduler(SamplerScheduler):
     def set_timesteps(
         self, num_inference_steps: int, device: str | torch.device | None = None, block_length: int | None = None
     ) -> None:
-        """Begin a run of `num_inference_steps` steps per block, at least 1, for samplers with a schedule. block_length:
+        """Begin a run. num_inference_steps: steps per block, at least 1, for samplers with a schedule. block_length:
         None takes the config's. Raises ValueError for a value out of its range."""
         self._start_run()
         self._prepare(num_inference_steps, device, block_length)
@@ -112,18 +112,18 @@ class BlockScheduler(SamplerScheduler):
         """Take one step of the sampler.
 
         Args:
-            model_output: [B, L, V] logits of the block; row i predicts token i.
+            model_output: [B, L, V] logits of the block; logits [:, i] predict token i.
             timestep: 0 in a block's first step.
             sample: [B, L] int64, the block with its masks.
-            mask_token_id: None for models without a mask token, which only some schedulers support.
-            temperature, top_p, top_k: as in `paradec.generate`; read in a block's first step.
+            mask_token_id: None for models without a mask token, which only `EntropyBoundScheduler` supports.
+            temperature, top_p, top_k: as in `paradec.generate`; they are read in a block's first step.
             sampling_method: "greedy" is temperature 0.
             threshold, editing_threshold, minimal_topk: only cause a warning; set thresholds in the config.
-            prompt_mask: has no effect; tokens that are not masks at the start of a block stay.
-            generator: source of the block's seed, with a temperature.
+            prompt_mask: has no effect: all tokens that are not masks at the start of a block stay.
+            generator: source of the block's seed, if temperature > 0.
 
         Raises ValueError for an argument out of its range, FloatingPointError for NaN or infinite logits, RuntimeError
-        during another thread's run.
+        if the run belongs to another thread.
         """
         self._check_thread()
         self._check_tokens(model_output, sample, "[batch, block]", 2)
@@ -153,7 +153,7 @@ class BlockScheduler(SamplerScheduler):
         )
 
     def _is_unchanged(self, sample: Tensor) -> bool:
-        """Whether the block is the last step's result, except in rows that the pipeline froze."""
+        """Whether the block is the result of the last step, in all rows that the pipeline has not frozen."""
         if self._last_tokens is None or self._last_tokens.shape != sample.shape:
             return False
         is_changed = (self._last_tokens != sample).any(1)
@@ -169,7 +169,7 @@ class BlockScheduler(SamplerScheduler):
         top_k: int | None,
         generator: torch.Generator | None,
     ) -> None:
-        """Start the sampler on the rows of a block with masks."""
+        """Start the sampler on the rows that have masks in the block."""
         state_before, rows_before = self._state, self._rows
         self._rows = (sample == mask_token_id).any(1).nonzero().squeeze(1)
         self._state = None
@@ -214,7 +214,7 @@ class BlockScheduler(SamplerScheduler):
         return block, tokens, probabilities
 
     def _running(self, batch: int) -> Tensor:
-        """[B] bool: rows with an unfinished block."""
+        """Return [B] bool: the rows whose block is unfinished."""
         running = torch.zeros(batch, dtype=torch.bool, device=self._rows.device)
         if self._state is not None:
             running[self._rows] = torch.as_tensor(self._state.running, device=running.device)
@@ -230,14 +230,14 @@ class BlockScheduler(SamplerScheduler):
         mask_token_id: int,
         prompt_length: int,
     ) -> Tensor:
-        """Find rows with an end token after the prompt and nothing undecided before it: [B] bool. The pipeline calls it
-        after every step.
+        """Find the rows that have an end token after the prompt, and nothing undecided between the two: [B] bool. The
+        pipeline calls this method after every step.
 
-        Unlike in diffusers' scheduler, end tokens in the prompt or committed early do not prevent an end. If the
-        sampler revises tokens, this step's tokens count as undecided until a step keeps them or the block is done.
+        In diffusers' scheduler, end tokens in the prompt, or committed early, prevent the end of a row; here they do
+        not. If the sampler revises tokens, the tokens of this step count as undecided unless the block is done.
 
-        cur_x: [B, n] int64, all tokens to the block's end. final_transfer: [B, L] bool, the step's writes.
-        finished: [B] bool."""
+        cur_x: [B, n] int64, all tokens up to the block's end. final_transfer: [B, L] bool, the step's changes.
+        finished: [B] bool, rows that ended earlier."""
         undecided = cur_x == mask_token_id
         if self.sampler.needs.revises:
             undecided = undecided.clone()
@@ -258,8 +258,8 @@ class BlockScheduler(SamplerScheduler):
         max_post_steps: int,
         finished: Tensor,
     ) -> bool:
-        """Whether the sampler has running rows in the block that are not `finished` [B]; other arguments are not read.
-        A full block ends at once, without diffusers' extra evaluation."""
+        """Whether a row that is not `finished` ([B] bool) has an unfinished block. Other arguments have no effect. A
+        full block ends at once, without the extra evaluation of diffusers' scheduler."""
         self._warn_ignored(CALL_DEFAULTS, {"max_post_steps": max_post_steps})
         if self._state is None:
             return False
@@ -275,7 +275,7 @@ class RandomScheduler(BlockScheduler, sampler="random"):
 
 
 class MarginScheduler(BlockScheduler, sampler="margin"):
-    """Plan for the Best: the most confident tokens by the margin between the best two tokens (arXiv 2502.06768)."""
+    """Plan for the Best: the tokens with the largest margin between the best two candidates (arXiv 2502.06768)."""
 
 
 class ThresholdScheduler(BlockScheduler, sampler="threshold"):
@@ -303,11 +303,11 @@ class CreditDecodingScheduler(BlockScheduler, sampler="credit"):
 
 
 class CCDScheduler(BlockScheduler, sampler="ccd"):
-    """CCD: the lowest entropies of the last steps' average (arXiv 2512.02044)."""
+    """CCD: the tokens whose average distribution over the last steps has the lowest entropy (arXiv 2512.02044)."""
 
 
 class CCDAgreeScheduler(BlockScheduler, sampler="ccd_agree"):
-    """CCD's public code: several tokens where two steps agree (arXiv 2512.02044)."""
+    """CCD's public code: several tokens on which two steps agree (arXiv 2512.02044)."""
 
 
 class KLASSScheduler(BlockScheduler, sampler="klass"):
@@ -315,22 +315,22 @@ class KLASSScheduler(BlockScheduler, sampler="klass"):
 
 
 class PersistenceScheduler(BlockScheduler, sampler="persistence"):
-    """CORA-Diff: the most confident tokens on schedule, and nearly certain tokens that were the best before."""
+    """CORA-Diff: the most confident tokens by a schedule, and nearly certain tokens that were also the best earlier."""
 
 
 class SaberScheduler(BlockScheduler, sampler="saber"):
-    """Saber: all tokens above the mean confidence so far; masks again where it fell most (arXiv 2510.18165)."""
+    """Saber: all tokens above the mean confidence so far; those that lose most are masked again (arXiv 2510.18165)."""
 
 
 class EditingScheduler(BlockScheduler, sampler="editing"):
-    """LLaDA2.1: all tokens above a confidence; replaces tokens that the model rejects (arXiv 2602.08676). `threshold`,
-    `editing_threshold` and `max_post_steps` come from the config, not the call."""
+    """LLaDA2.1: all tokens above a confidence. Replaces tokens that the model rejects (arXiv 2602.08676). `threshold`,
+    `editing_threshold` and `max_post_steps` are read from the config, not from the pipeline's arguments."""
 
 
 class Learn2PDScheduler(BlockScheduler, sampler="learn2pd"):
-    """Learn2PD: all tokens that a trained filter accepts, and the best one (arXiv 2509.25188). Config: `filter`, the
-    path of a filter trained for the pipeline's model, and `model_name`, its name in the filter's facts (the class, for
-    models that paradec wrapped). Answers are not trimmed."""
+    """Learn2PD: all tokens that a trained filter accepts, and the best one (arXiv 2509.25188). Answers are not trimmed.
+    Config: `filter`, path of a filter trained for the pipeline's model; `model_name`, the model's name in the filter's
+    file (for models that paradec wrapped, their class)."""
 
     family_settings = {**BlockScheduler.family_settings, "model_name": "model"}
 
@@ -339,7 +339,7 @@ class Learn2PDScheduler(BlockScheduler, sampler="learn2pd"):
 
 
 class CombinationScheduler(BlockScheduler, sampler="union"):
-    """Combined samplers. Config: `combination`, a `to_dict` or text such as "credit(threshold=0.95)+localleap"."""
+    """Combined samplers. Config: `combination`, a sampler's `to_dict` or text: "credit(threshold=0.95)+localleap"."""
 
     family_settings = {**BlockScheduler.family_settings, "combination": "credit+localleap"}
 
@@ -356,10 +356,10 @@ class CombinationScheduler(BlockScheduler, sampler="union"):
 
 
 class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
-    """EB-Sampler: as many tokens as their entropies jointly allow (arXiv 2505.24857). In DiffusionGemmaPipeline, whose
-    model has no mask, every step accepts anew, other tokens become random, and the temperature falls from `t_max` to
-    `t_min`, exactly as in diffusers' `EntropyBoundScheduler` (its `entropy_bound` is `gamma` here). The sampler
-    `diffusion_gemma` is the same loop."""
+    """EB-Sampler: as many tokens as their entropies jointly allow (arXiv 2505.24857). For DiffusionGemmaPipeline, whose
+    model has no mask token, it does the same as diffusers' `EntropyBoundScheduler`: each step decides all tokens again,
+    rejected ones become random, and the temperature falls from `t_max` to `t_min`. (diffusers' `entropy_bound` is called
+    `gamma`; paradec's sampler `diffusion_gemma` is the same loop.)"""
 
     family_settings = {**BlockScheduler.family_settings, "t_max": 0.8, "t_min": 0.4}
     renamed_keys = {"entropy_bound": "gamma"}
@@ -374,8 +374,8 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
     def _step_without_mask(
         self, model_output: Tensor, timestep: int, sample: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
-        """Decide the whole block anew. Candidates and random tokens are drawn from `generator` in the order and shapes
-        of diffusers' scheduler."""
+        """Decide the whole block again. Candidates and random tokens are drawn from `generator` in the same order and
+        shapes as in diffusers' scheduler."""
         vocab = model_output.shape[-1]
         remaining = (self.num_inference_steps - timestep) / self.num_inference_steps
         pred_logits = divide_logits(model_output, anneal_temperature(remaining, self.config.t_min, self.config.t_max))
@@ -395,16 +395,16 @@ class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
 
 
 CALL_ARGUMENTS = {"max_new_tokens": "gen_length", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
-"""Request fields that are arguments of LLaDA2Pipeline's call."""
+"""Fields of `paradec.Request` that are arguments of LLaDA2Pipeline, with the arguments' names."""
 CONFIG_FIELDS = ("sampler", "block_length", "steps")
 
 
 def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
-    """Make the scheduler of a preset for LLaDA2Pipeline; `call_arguments` returns the arguments of its call.
+    """Make the scheduler of a preset for LLaDA2Pipeline. `call_arguments` returns the pipeline's arguments.
 
     Args:
-        preset: a file of `paradec tune` or `Request.save`, or a `Request`; its seed becomes the call's `generator`.
-        config: more config keys, which have precedence; give the model's `block_length` if the preset has none.
+        preset: a file of `paradec tune` or `Request.save`, or a `Request`.
+        config: more config keys, which have precedence. Give the model's `block_length` if the preset has none.
 
     Raises ValueError for a sampler without a scheduler, or a field that pipelines do not support; FileNotFoundError.
     """
@@ -426,7 +426,7 @@ def from_preset(preset: Preset, **config: Any) -> BlockScheduler:
 
 
 def call_arguments(preset: Preset) -> dict[str, Any]:
-    """Map a preset to arguments of LLaDA2Pipeline's call. Raises as `from_preset`, and ValueError for several seeds."""
+    """Convert a preset to arguments of LLaDA2Pipeline, its seed to `generator`. Raises ValueError for several seeds."""
     request = Request.from_arguments({}, preset)
     changes = request.changes()
     arguments: dict[str, Any] = {CALL_ARGUMENTS[name]: changes[name] for name in changes if name in CALL_ARGUMENTS}
@@ -438,7 +438,7 @@ def call_arguments(preset: Preset) -> dict[str, Any]:
 
 
 def _block_steps(request: Request) -> dict[str, int]:
-    """Convert `steps` of an answer to steps of one block."""
+    """Convert the request's `steps`, which are those of the whole answer, to steps of one block."""
     if request.steps is None:
         return {}
     if request.block_length is None or request.max_new_tokens is None:

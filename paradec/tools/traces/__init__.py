@@ -1,7 +1,7 @@
-"""Drawings of traces: HTML pages to step through, animations, plots.
+"""Drawings of traces: interactive HTML pages, animations, plots.
 
-`paradec.core.trace.Trace` has the data. Drawing methods of traces, and of outputs and reports in notebooks, find their
-functions in this registry. A function is imported at its first use.
+`paradec.core.trace.Trace` has the data. Methods that draw traces, outputs and reports find their functions in this
+registry. A function is imported at its first use.
 """
 
 from __future__ import annotations

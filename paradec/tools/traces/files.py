@@ -1,4 +1,4 @@
-"""Traces as files, in the format of the file's suffix, and the HTML of outputs, reports and traces for notebooks."""
+"""Files of traces, in the format of the file's suffix; HTML of traces, outputs and reports for notebooks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from paradec.tools.traces.payload import check_matplotlib, check_runs, run_data
 DATA, PAGES, ANIMATIONS = ("", ".json"), (".html", ".htm"), (".gif",)
 PLOTS = (".png", ".pdf", ".svg")
 HARMLESS = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""Characters that could end the page's script element, and their JSON escapes."""
+"""JSON escapes of characters that could end the page's script element or a line in it."""
 
 
 def check_suffix(path: str | os.PathLike[str], argument: str = "path") -> None:
-    """Check that traces can be written in the format of a suffix, before long work. argument: the path's name in the
-    error. Raises ValueError: an unknown suffix; ModuleNotFoundError: the format's library is not installed."""
+    """Check that traces can be written in the format of a path's suffix. argument: name of the path in the message.
+    Raises ValueError: an unknown suffix; ModuleNotFoundError: the format's library is not installed."""
     suffix = Path(path).suffix.lower()
     if suffix not in (*DATA, *PAGES, *ANIMATIONS, *PLOTS):
         raise ValueError(
@@ -37,8 +37,8 @@ def check_suffix(path: str | os.PathLike[str], argument: str = "path") -> None:
 
 
 def save(traces: Sequence[Trace], path: str | os.PathLike[str], names: Sequence[str] = ()) -> None:
-    """Write one run, or several side by side (not as .json). Raises ValueError: several runs in a .json file, or as
-    `check_suffix`; ModuleNotFoundError: as `check_suffix`."""
+    """Write one run, or several runs side by side. Raises ValueError: several runs in a .json file; and the errors of
+    `check_suffix`."""
     check_suffix(path)
     suffix = Path(path).suffix.lower()
     first, *other_traces = traces
@@ -55,10 +55,11 @@ def save(traces: Sequence[Trace], path: str | os.PathLike[str], names: Sequence[
 
 
 def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") -> str:
-    """The HTML of a page that steps through one run, or through several runs side by side.
+    """Build the HTML of a page that steps through one run, or through several runs side by side.
 
-    traces: 1 to 4. names: of the runs; by default their samplers. title: of the page; by default the names.
-    Raises TypeError: values that are not traces. ValueError: too many traces, or another number of names."""
+    traces: 1 to 4 traces. names: names of the runs; by default their samplers. title: of the page; by default the names.
+    Raises TypeError: values that are not traces. ValueError: too many traces, or different numbers of names and traces.
+    """
     run_names = check_runs(traces, names)
     title = title or " beside ".join(run_names)
     runs = [run_data(trace, name) for trace, name in zip(traces, run_names, strict=True)]
@@ -68,21 +69,21 @@ def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") ->
     template = (resources.files("paradec.tools.traces") / "page.html").read_text(encoding="utf-8")
     head, tail = template.split("@DATA@")
     text = head.replace("@TITLE@", escape(title)) + data + tail
-    return text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates cannot be written
+    return text.encode("utf-8", "replace").decode("utf-8")  # replaces lone surrogates, which cannot be written
 
 
 FRAME_HEIGHT = 460
-"""Pixels of a trace's frame."""
+"""Height of a trace in a notebook, in pixels."""
 MAX_TEXTS = 20
-"""Maximum number of answers shown."""
+"""Maximum number of answers that a notebook shows."""
 MAX_TEXT_LENGTH = 2000
 """Maximum number of characters of an answer."""
 MAX_CALLS = 200
 """Maximum number of rows of a report's table."""
 
 
-def table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
-    """An HTML table; the texts of its cells are escaped."""
+def build_table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
+    """Build an HTML table. Texts of cells are escaped."""
 
     def line(cells: Sequence[Any], tag: str) -> str:
         style = ' style="text-align:left;vertical-align:top;white-space:pre-wrap"'
@@ -92,7 +93,7 @@ def table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
 
 
 def trace_to_html(trace: Trace) -> str:
-    """The trace's page in a sandboxed frame without access to the notebook or the network."""
+    """Build the HTML of a frame with the trace's page. It is sandboxed: it has no access to the notebook."""
     return (
         f'<iframe sandbox="allow-scripts" style="width:100%;height:{FRAME_HEIGHT}px;border:1px solid #8888" '
         f'title="trace" srcdoc="{escape(page([trace]))}"></iframe>'
@@ -100,7 +101,7 @@ def trace_to_html(trace: Trace) -> str:
 
 
 def output_to_html(output: Any) -> str:
-    """HTML of an output of `generate`: the answers, their costs, and the trace if it was recorded."""
+    """Build the HTML of an output of `generate`: the answers, their costs, and the trace if one was recorded."""
     texts = [] if output.text is None else [output.text] if isinstance(output.text, str) else output.text
     cut = [text if len(text) <= MAX_TEXT_LENGTH else text[:MAX_TEXT_LENGTH] + "..." for text in texts[:MAX_TEXTS]]
     rows = [(i + 1, text, output.tokens[i], output.row_nfe[i]) for i, text in enumerate(cut)]
@@ -109,12 +110,12 @@ def output_to_html(output: Any) -> str:
         f"<p>{format_count(sum(output.tokens), 'token')}, {format_count(output.nfe, 'forward')}, "
         f"{output.tokens_per_forward:.1f} {throughput_unit(len(output.tokens))}, {output.seconds:.2f} s</p>"
     )
-    answers = table(rows, ("", "answer", "tokens", "forwards")) if rows else ""
+    answers = build_table(rows, ("", "answer", "tokens", "forwards")) if rows else ""
     return f"<div>{answers}{more}{cost}{'' if output.recorded_trace is None else trace_to_html(output.trace)}</div>"
 
 
 def report_to_html(report: Any) -> str:
-    """HTML of the report of an `accelerate` session: the summary, and a table of calls."""
+    """Build the HTML of the report of an `accelerate` session: the summary, and a table of calls."""
     calls = [
         (call.step, call.branch, call.kind, call.evaluated, call.forecast, f"{call.bytes / 1e6:.2f}",
          f"{call.seconds * 1000:.2f}")
@@ -123,4 +124,4 @@ def report_to_html(report: Any) -> str:
     more = f"<p>... {len(report.calls) - MAX_CALLS} more</p>" if len(report.calls) > MAX_CALLS else ""
     head = ("step", "branch", "kind", "evaluated", "forecast", "MB", "ms")
     summary = f"<pre>{escape(report.summary)}</pre>"
-    return f"<div>{summary}<details><summary>calls</summary>{table(calls, head)}{more}</details></div>"
+    return f"<div>{summary}<details><summary>calls</summary>{build_table(calls, head)}{more}</details></div>"

@@ -25,13 +25,13 @@ def write(
     seconds: float = 0.3,
     font: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Draw runs side by side, one frame per step, but at most 120 evenly spaced steps.
+    """Draw runs side by side, one frame per step; of more than 120 steps, 120 evenly spaced ones.
 
-    traces: 1 to 4. names: of the runs; by default their samplers.
-    row: of text runs, the row to draw; of image runs, the first 8 rows are drawn. width: of the animation, in pixels.
-    seconds: duration of a frame. font: a TrueType file; by default Pillow's font, which has Latin letters only.
-    Raises ImportError: pillow is missing. TypeError: not traces. ValueError: an argument out of its range, or not a
-    font file. OSError: the file cannot be written."""
+    traces: 1 to 4 traces. names: names of the runs; by default their samplers. row: the row of text runs to draw (of
+    image runs, the first 8 rows are drawn). width: width of the animation in pixels. seconds: duration of a frame.
+    font: a TrueType file; by default Pillow's font, which has only Latin letters.
+    Raises ImportError: pillow is missing. TypeError: values that are not traces. ValueError: an argument out of its
+    range, or an invalid font file. OSError: the file cannot be written."""
     pillow, names = import_pillow(), check_runs(traces, names)
     from PIL import ImageFont
 

@@ -1,6 +1,6 @@
-"""The data of a trace's HTML page, of bounded size and as plain JSON.
+"""JSON data of a trace's HTML page.
 
-A page has at most a few megabytes, even for long runs. It lists the parts that were left out.
+The limits below keep a page to a few megabytes, even for long runs. The page lists the parts that were left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paradec.core.checks import short_repr
 from paradec.core.trace import Trace, TraceStep
 
 MAX_RUNS = 4
-"""Maximum number of runs side by side."""
+"""Maximum number of runs on a page."""
 MAX_ROWS = 16
 """Maximum number of rows of a run; further rows are left out."""
 MAX_WRITES = 120_000
@@ -37,8 +37,8 @@ def check_matplotlib() -> None:
 
 
 def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
-    """The names of the runs: `names`, or by default their samplers. Raises TypeError: values that are not traces;
-    ValueError: no or too many traces, or another number of names."""
+    """Check traces, and return the names of the runs: `names`, or by default their samplers. Raises TypeError: values
+    that are not traces; ValueError: no or too many traces, or different numbers of names and traces."""
     for trace in traces:
         if not isinstance(trace, Trace):
             raise TypeError(f"beside={short_repr(trace)} must be a paradec.core.trace.Trace, or several")
@@ -54,7 +54,7 @@ def check_runs(traces: Sequence[Trace], names: Sequence[str]) -> list[str]:
 
 
 def run_data(trace: Trace, name: str) -> dict[str, Any]:
-    """The data of one run."""
+    """Build the data of one run."""
     rows = range(min(trace.batch, MAX_ROWS))
     left_out: list[str] = []
     if trace.batch > MAX_ROWS:
@@ -106,68 +106,69 @@ def _row(trace: Trace, row: int, images: list[str | None]) -> dict[str, Any]:
 
 
 def _token(token: Any) -> int | None:
-    """An id; None for continuous tokens."""
+    """Return a token's id; None for continuous tokens."""
     return token if isinstance(token, int) else None
 
 
 def _number(value: float) -> float | None:
-    """A score with four digits; None for infinite, NaN or extreme scores, which some samplers return."""
+    """Round a score to four digits; None for infinite, NaN or extreme scores, which some samplers return."""
     return float(f"{value:.4g}") if math.isfinite(value) and abs(value) < 1e30 else None
 
 
-def _steps(trace: Trace, rows: int, images: int, left_out: list[str]) -> list[dict[str, Any]]:
-    """The data of the steps, within the limits above. images: number of characters that remain for images."""
+def _steps(trace: Trace, num_rows: int, image_budget: int, left_out: list[str]) -> list[dict[str, Any]]:
+    """Build the data of the steps. image_budget: number of characters that remain for images. Parts beyond the limits
+    are added to `left_out`."""
     entries: list[dict[str, Any]] = []
     writes = spans = drafts = 0
     is_complete = (True, True, True)
     for index, step in enumerate(trace.steps):
         writes += len(step.commits)
         if writes > MAX_WRITES or index >= MAX_STEPS:
-            entries.append(_merge_steps(trace, index, rows))
+            entries.append(_merge_steps(trace, index, num_rows))
             left_out.append(f"steps {index + 1} to {len(trace.steps)} one by one: the last step here merges them")
             break
         spans += sum(len(row) for row in step.evaluated or ())
         drafts += len(step.rejected or ())
-        images -= sum(len(picture) for picture in step.pictures or ())
-        is_complete = (spans <= MAX_MARKS, drafts <= MAX_MARKS, images >= 0)
-        entries.append(_step(step, rows, *is_complete))
+        image_budget -= sum(len(picture) for picture in step.pictures or ())
+        is_complete = (spans <= MAX_MARKS, drafts <= MAX_MARKS, image_budget >= 0)
+        entries.append(_step(step, num_rows, *is_complete))
     for fits, label in zip(is_complete, ("what was evaluated", "rejected drafts", "the latent"), strict=True):
         if not fits:
             left_out.append(f"{label}, in later steps")
     return entries
 
 
-def _step(step: TraceStep, rows: int, spans: bool, drafts: bool, pictures: bool) -> dict[str, Any]:
+def _step(step: TraceStep, num_rows: int, has_spans: bool, has_drafts: bool, has_pictures: bool) -> dict[str, Any]:
     rules = step.rules or [-1] * len(step.commits)
     commits = zip(step.commits, rules, strict=True)
     data: dict[str, Any] = {
         "k": step.kind,
-        "f": step.forwarded[:rows],
+        "f": step.forwarded[:num_rows],
         "c": [
             [row, position, _token(token), _number(score), rule]
             for (row, position, token, score), rule in commits
-            if row < rows
+            if row < num_rows
         ],
     }
     by_row: dict[str, Any] = {"n": step.nfe, "d": step.draft_nfe, "b": step.blocks, "o": step.starts}
-    by_row |= {"e": step.evaluated if spans else None, "p": step.pictures or None if pictures else None}
-    data |= {key: values[:rows] for key, values in by_row.items() if values is not None}
+    by_row |= {"e": step.evaluated if has_spans else None, "p": step.pictures or None if has_pictures else None}
+    data |= {key: values[:num_rows] for key, values in by_row.items() if values is not None}
     if step.seconds is not None:
         data["s"] = _number(step.seconds)
-    if step.rejected and drafts:
-        data["r"] = [list(entry) for entry in step.rejected if entry[0] < rows]
+    if step.rejected and has_drafts:
+        data["r"] = [list(entry) for entry in step.rejected if entry[0] < num_rows]
     return data
 
 
-def _merge_steps(trace: Trace, first: int, rows: int) -> dict[str, Any]:
-    """The steps from `first` on, merged into one."""
+def _merge_steps(trace: Trace, first: int, num_rows: int) -> dict[str, Any]:
+    """Merge the steps from `first` on into one."""
     last_commit: dict[tuple[int, int], Any] = {}
-    forwarded, nfe = [0] * rows, [0] * rows
+    forwarded, nfe = [0] * num_rows, [0] * num_rows
     for step in trace.steps[first:]:
         for row, position, token, score in step.commits:
-            if row < rows:
+            if row < num_rows:
                 last_commit[row, position] = [row, position, _token(token), _number(score), -1]
-        for row, count in enumerate(step.forwarded[:rows]):
+        for row, count in enumerate(step.forwarded[:num_rows]):
             forwarded[row] += count
             nfe[row] += step.nfe[row] if step.nfe is not None else int(count > 0)
     return {"k": "rest", "f": forwarded, "n": nfe, "c": [last_commit[cell] for cell in sorted(last_commit)]}

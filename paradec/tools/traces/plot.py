@@ -1,4 +1,4 @@
-"""Plots of traces: the step that decided each position, and the cost of each step. Needs matplotlib (extra `bench`)."""
+"""Plots of traces: the step that decided each position, and each step's cost. Needs matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from paradec.core.checks import format_count
 from paradec.core.trace import Trace
 from paradec.tools.traces.payload import check_matplotlib, check_runs
 
-KINDS = {"full": "tab:blue", "forecast": "lavender", "prefix": "tab:brown"}
+COLOURS = {"full": "tab:blue", "forecast": "lavender", "prefix": "tab:brown"}
 
 
 def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
-    """A matplotlib figure with one column per run. The upper plot shows the step that decided each position (or image
-    token) of the first row, the lower plot the cost of each step in the trace's unit. Raises ModuleNotFoundError:
-    matplotlib is not installed. TypeError, ValueError: as `paradec.tools.traces.files.page`."""
+    """Draw a matplotlib figure with one column per run. The upper plot shows the step that decided each position (or
+    image token) of the first row. The lower plot shows the cost of each step, in the trace's unit. Raises
+    ModuleNotFoundError: matplotlib is not installed; and the errors of `check_runs`."""
     run_names = check_runs(traces, names)
     check_matplotlib()
     from matplotlib.figure import Figure
@@ -28,7 +28,7 @@ def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
         upper.set_title(f"{name}: {format_count(max(trace.row_nfe, default=0), 'forward')}")
         _positions(drawing, upper, trace)
         costs = [sum(step.forwarded) for step in trace.steps]
-        colours = [KINDS.get(step.kind, "tab:green") for step in trace.steps]
+        colours = [COLOURS.get(step.kind, "tab:green") for step in trace.steps]
         lower.bar(range(1, len(costs) + 1), costs, color=colours, width=0.9)
         lower.set_xlabel("step")
         lower.set_ylabel(trace.unit)
@@ -52,7 +52,7 @@ def _positions(figure: Any, axes: Any, trace: Trace) -> None:
         kinds = [step.kind for step in trace.steps]
         for kind in dict.fromkeys(kinds):
             step_indices = [index for index, step_kind in enumerate(kinds, start=1) if step_kind == kind]
-            axes.vlines(step_indices, 0, 1, label=kind, color=KINDS.get(kind, "tab:green"), linewidth=3)
+            axes.vlines(step_indices, 0, 1, label=kind, color=COLOURS.get(kind, "tab:green"), linewidth=3)
         axes.set_yticks([])
         axes.set_xlabel("step")
         axes.legend()

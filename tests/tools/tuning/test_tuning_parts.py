@@ -62,7 +62,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     file.write_text("\n\n".join(map(json.dumps, lines)))
     actual = read_prompts(file)
     assert [e.judged for e in actual] == [True, True, False, True]
-    assert score_by_truth(actual[0], [], " five ") == 1 and truth(actual[0], [], "six") == 0
+    assert score_by_truth(actual[0], [], " five ") == 1 and score_by_truth(actual[0], [], "six") == 0
     assert score_by_truth(actual[1], [], "oh, Hello") == 1 and actual[1].task == "manners"
     assert score_by_truth(actual[2], [], "x") is None
     assert actual[3].prompt == [1, 40, 2] and actual[3].truth == (7,) and actual[3].group == "g"
