@@ -1,1 +1,1 @@
-"""Integrations into libraries that own the loop or the model: diffusers, transformers, engines, a server, Ray."""
+"""Integrations into diffusers, transformers, inference engines and Ray; a server; exported folders with code."""

@@ -3,8 +3,8 @@
 >>> prompts = ray.data.read_json("prompts.jsonl")                    # columns "id" and "prompt" # doctest: +SKIP
 >>> paradec.integrations.ray.answer(prompts, "answers", workers=4)                               # doctest: +SKIP
 
-Ray Data restarts a worker that died (from 2.60 on), but not a job that was stopped. So `answer` writes Parquet files
-in parts, and skips the ids that a part already has.
+From 2.60 on, Ray Data restarts a worker that died, but it cannot continue a job that was stopped. So `answer` writes
+Parquet files, the parts of the result, and skips the ids that are in a part already.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ SEED_MASK = 2**63 - 1
 
 
 class Predictor:
-    """Model that answers rows of prompts, for `dataset.map_batches(Predictor, fn_constructor_kwargs=..., compute=...)`.
+    """Model that answers prompts in rows, for `dataset.map_batches(Predictor, fn_constructor_kwargs=..., compute=...)`.
 
-    A row's answer depends only on its prompt, its id and the seed, not on worker, batch, order or restarts.
+    A row's answer depends only on its prompt, its id and the seed, but not on the worker, batch, order or restarts.
 
-    source: for `paradec.load`; None is the packaged model. load: further arguments of `paradec.load` (dtype, ...).
-    prompt, id: names of the columns. Ids are unique texts or ints.
-    seed: of all draws; a row draws with `seed_of(seed, id)`.
-    model: a function without arguments that returns the model, instead of `source`.
-    batch_size, arguments: as for `paradec.generate_many`."""
+    source: source for `paradec.load`; None is the packaged model. load: more arguments of `paradec.load` (dtype, ...).
+    prompt, id: names of the columns. Ids must be unique texts or ints.
+    seed: seed of all random numbers; a row's seed is `seed_of(seed, id)`.
+    model: a function without arguments that returns the model; it replaces `source`.
+    batch_size, arguments: see `paradec.generate_many`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Predictor:
         self.arguments = {"batch_size": batch_size, **arguments}
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a batch. Returns its columns, and "text", "tokens", "forwards" and "error" ("" without an error)."""
+        """Answer a batch of rows. Returns its columns, and "text", "tokens", "forwards" and "error" ("" for none)."""
         import paradec
 
         for name in (self.prompt, self.id):
@@ -71,7 +71,7 @@ class Predictor:
 
 
 def seed_of(seed: int, id: str | int) -> int:
-    """Derive a row's seed from its id, so that equal prompts with different ids draw different numbers."""
+    """Derive a row's seed from the seed and the row's id. Equal prompts with different ids have different seeds."""
     digest = hashlib.blake2b(f"{seed}:{type(id).__name__}:{id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & SEED_MASK
 
@@ -79,15 +79,15 @@ def seed_of(seed: int, id: str | int) -> int:
 def answer(
     dataset: Any, folder: str | Path, *, workers: int = 1, rows_per_part: int = 64, id: str = "id", **arguments: Any
 ) -> None:
-    """Answer the prompts of a Ray dataset, in Parquet files in a folder. Another call answers the missing prompts.
+    """Answer the prompts of a Ray dataset, and write Parquet files to a folder. A call answers only missing prompts.
 
-    dataset: with columns "id" and "prompt"; other columns are copied.
-    folder: for this job only. Rows with an error count as answered.
-    workers: processes, each with its own model, on one CPU of Ray unless `num_cpus` is given; leave one CPU free.
-    rows_per_part: maximum number of rows that a worker loses when the job is stopped.
-    arguments: as for `Predictor`; and `num_gpus` and `num_cpus` of each worker.
-    Raises ImportError: ray[data] is not installed. ValueError: an argument out of its range, or ids that are not
-    unique, before anything is decoded."""
+    dataset: a dataset with columns "id" and "prompt"; other columns are copied.
+    folder: a folder for this job only. Rows with an error count as answered.
+    workers: number of processes. Each has its own model, and one CPU unless `num_cpus` is given; leave one CPU free.
+    rows_per_part: number of rows of a part. A worker loses at most this many rows when the job is stopped.
+    arguments: arguments of `Predictor`; `num_gpus` and `num_cpus` of each worker.
+    Raises ImportError: ray[data] is not installed. ValueError, before any decoding: an argument out of its range, or
+    ids that are not unique."""
     check_installed()
     import ray.data
 
@@ -119,14 +119,14 @@ def check_ids(dataset: Any, id: str = "id") -> None:
 
 
 def unanswered(dataset: Any, folder: str | Path, *, id: str = "id") -> Any:
-    """Select the rows of a dataset whose ids are in no part of the folder (an anti-join)."""
+    """Select the rows of a dataset whose ids are in no part of the folder."""
     finished_ids = answered_ids(folder, id=id)
     return dataset.filter(lambda row: _to_python(row[id]) not in finished_ids) if finished_ids else dataset
 
 
 def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
-    """Read the ids in a folder's parts. An unreadable part is renamed to NAME.broken. Raises ValueError for a duplicate
-    id."""
+    """Read the ids in a folder's parts. An unreadable part is renamed to NAME.broken. Raises ValueError for an id that
+    occurs twice."""
     check_installed()
     import pyarrow
     import pyarrow.parquet
@@ -144,7 +144,7 @@ def answered_ids(folder: str | Path, *, id: str = "id") -> set[Any]:
 
 
 def check_installed() -> None:
-    """Raise ImportError, with the command to install it, unless ray[data] is installed."""
+    """Raise ImportError unless ray[data] is installed; the message has the command to install it."""
     check_packages("paradec.integrations.ray", "ray", ("ray", "pyarrow"))
 
 
@@ -160,5 +160,5 @@ def _unique_ids(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[A
 
 
 def _to_python(value: Any) -> Any:
-    """Convert a cell to plain Python: numpy's numbers and arrays become ints and lists."""
+    """Convert a cell to plain Python: numpy's numbers and arrays become Python's numbers and lists."""
     return value.tolist() if hasattr(value, "tolist") else value

@@ -1,4 +1,4 @@
-"""`hf_generate`: paradec inside transformers' `model.generate(..., custom_generate=paradec.hf_generate)`."""
+"""paradec's decoding in transformers: `model.generate(..., custom_generate=paradec.hf_generate)`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ READ_FROM_CONFIG = frozenset(
 )
 """Logits processors and stopping criteria that transformers builds from settings which `hf_generate` reads itself."""
 UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES})
-"""Arguments, besides ids, that transformers passes to a decoding method. `hf_generate` would ignore any others, so it
-refuses them."""
+"""Arguments besides ids that transformers passes to a decoding method. `hf_generate` refuses others, as it would ignore
+them."""
 
 UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
@@ -57,14 +57,14 @@ UNSUPPORTED: dict[str, Any] = {
     **dict.fromkeys(("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "assistant_early_exit")),
     **dict.fromkeys(("constraints", "force_words_ids")),
 }
-"""Fields of a generation config that request another decoding method or output, with the neutral value."""
+"""Fields of a generation config that request another decoding method or output, with their neutral values."""
 NOT_PASSED = {
     "assistant_model": "is not supported; a causal model takes sampler=paradec.samplers.create('speculative', "
     "drafter=...)",
     "streamer": "is not passed to custom decoding methods by transformers; bind it: custom_generate="
     "functools.partial(paradec.hf_generate, streamer=...)",
 }
-"""Arguments of transformers' `generate` that it passes only to its own decoding methods."""
+"""Arguments that transformers' `generate` passes only to its own decoding methods, with the hint for the error."""
 GENERATE_CODE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
@@ -77,7 +77,7 @@ class MaskedDiffusionOutput(ModelOutput):
     nfe: int | None = None
     """Maximum number of forward calls over the rows."""
     tokens_per_forward: float | None = None
-    """Answer tokens per forward call, padding excluded."""
+    """Answer tokens per forward call, without padding."""
 
 
 def hf_generate(
@@ -125,34 +125,34 @@ def hf_generate(
     model.generate(ids, custom_generate=paradec.hf_generate, sampler="sjd")
     ```
 
-    transformers prepares the inputs and calls this function; the model is wrapped for the call, then restored. These
-    arguments of transformers keep their meaning: `max_new_tokens`, `do_sample` with `temperature`, `top_k` (50 by
-    default), `top_p` and `min_p`, `repetition_penalty`, `bad_words_ids`, `min_new_tokens` or `min_length`,
-    `suppress_tokens`, `guidance_scale` (against the masked prompt), `num_return_sequences`, `eos_token_id`,
-    `pad_token_id`, `return_dict_in_generate`. Other logits processors and stopping criteria expect one next token at a
-    time, and are refused, as are fields that request another method (`UNSUPPORTED`) and an `assistant_model`.
+    transformers prepares the inputs and calls this function, which wraps the model during the call. These arguments of
+    transformers keep their meaning: `max_new_tokens`, `do_sample` with `temperature`, `top_k` (50 by default), `top_p`
+    and `min_p`, `repetition_penalty`, `bad_words_ids`, `min_new_tokens` or `min_length`, `suppress_tokens`,
+    `guidance_scale` (against the masked prompt), `num_return_sequences`, `eos_token_id`, `pad_token_id`,
+    `return_dict_in_generate`. Refused are: other logits processors and stopping criteria, which expect one next token
+    at a time; fields that request another method (`UNSUPPORTED`); and an `assistant_model`.
 
-    transformers passes neither `streamer` nor `tokenizer` to custom decoding methods; bind them:
+    transformers passes neither `streamer` nor `tokenizer` to custom decoding methods. Bind them:
     `custom_generate=functools.partial(paradec.hf_generate, streamer=..., tokenizer=...)`.
 
     Args:
         model: a causal language model of transformers, or such a model with weights trained for masked diffusion
-            (Llama, Qwen2, ...). Without mask token and `prediction` it counts as causal, as in `paradec.wrap`.
-        input_ids: [B, L] int64; masks in it are filled as well.
+            (Llama, Qwen2, ...). A model without a mask token and `prediction` counts as causal, as in `paradec.wrap`.
+        input_ids: [B, L] int64; mask ids in them are filled, too.
         mask_token_id: by default that of the generation config, the model's config or the tokenizer.
-        prediction: "same" (logits row i predicts token i: LLaDA) or "shifted" (row i - 1 predicts it: Dream). Required
-            for a masked model, since the architecture does not show it.
+        prediction: "same" (logits [:, i] predict token i: LLaDA) or "shifted" (they predict token i + 1: Dream).
+            Required for a masked model, because the architecture does not determine it.
         topology, tokenizer: as in `paradec.wrap`; the topology of a masked model is "bidirectional" by default.
-        kv_cache: `cache` of `paradec.generate` (the argument `cache` belongs to transformers).
-        preset: as in `paradec.generate`; transformers' own arguments override it.
-        sampler, ..., progress: as in `paradec.generate`; None: the preset's value.
+        kv_cache: `cache` of `paradec.generate` (the name `cache` belongs to transformers).
+        preset: as in `paradec.generate`; transformers' arguments override it.
+        sampler, ..., progress: as in `paradec.generate`; None is the preset's value.
 
     Returns:
-        [B, L + N] int64, where N is the longest answer; shorter ones are padded after their end. Prompts are padded on
-        the left. A `MaskedDiffusionOutput` with `return_dict_in_generate=True`.
+        [B, L + N] int64, where N is the length of the longest answer. Shorter answers are padded after their ends,
+        prompts on the left. With `return_dict_in_generate=True`, a `MaskedDiffusionOutput`.
 
     Raises:
-        ValueError: an unsupported setting, by name. Otherwise as `paradec.wrap` and `paradec.generate`.
+        ValueError: an unsupported setting (the message has its name). Others: see `paradec.wrap`, `paradec.generate`.
     """
     arguments = {name: value for name, value in locals().items() if name in FIELDS and value is not None}
     if generation_config is None:
@@ -226,7 +226,7 @@ def _restore_training_flags(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _raise_unsupported(config: Any, processors: list[Any], model_kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for arguments, settings, logits processors and stopping criteria that would be ignored here."""
+    """Raise ValueError for arguments, settings, logits processors and stopping criteria that would have no effect."""
     for item in processors:
         name = type(item).__name__
         if name not in READ_FROM_CONFIG:
@@ -256,7 +256,7 @@ def _raise_unsupported(config: Any, processors: list[Any], model_kwargs: dict[st
 
 
 def _check_positions(input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
-    """Raise ValueError unless positions count each row's tokens from 0, as paradec does."""
+    """Raise ValueError unless positions count each row's tokens from 0, as paradec's do."""
     if position_ids is None:
         return
     keep = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)

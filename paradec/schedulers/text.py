@@ -358,8 +358,8 @@ class CombinationScheduler(BlockScheduler, sampler="union"):
 class EntropyBoundScheduler(BlockScheduler, sampler="entropy_bound"):
     """EB-Sampler: as many tokens as their entropies jointly allow (arXiv 2505.24857). For DiffusionGemmaPipeline, whose
     model has no mask token, it does the same as diffusers' `EntropyBoundScheduler`: each step decides all tokens again,
-    rejected ones become random, and the temperature falls from `t_max` to `t_min`. (diffusers' `entropy_bound` is called
-    `gamma`; paradec's sampler `diffusion_gemma` is the same loop.)"""
+    rejected ones become random, and the temperature falls from `t_max` to `t_min`. diffusers' `entropy_bound` is called
+    `gamma`. paradec's sampler `diffusion_gemma` is the same loop."""
 
     family_settings = {**BlockScheduler.family_settings, "t_max": 0.8, "t_min": 0.4}
     renamed_keys = {"entropy_bound": "gamma"}

@@ -62,14 +62,14 @@ Written with {versions}. Install `{requirement}` first; PyPI's `paradec` is anot
 def export_folder(
     kind: str, folder: str | os.PathLike[str], *, model: str | None = None, sampler: str | None = None
 ) -> list[Path]:
-    """Write a folder with code that transformers or diffusers loads and that calls paradec.
+    """Write a folder with code that transformers or diffusers loads, and that calls paradec.
 
     kind: "generate" (transformers' `custom_generate`) or "pipeline" (a diffusers pipeline class).
-    folder: an empty folder, or a new name.
-    model: for "pipeline", a pipeline's folder; its model_index.json names the class.
+    folder: an empty folder, or the name of a new one.
+    model: for "pipeline", the folder of a pipeline, whose model_index.json has the class.
     sampler: for "pipeline", a sampler's name for `paradec.accelerate`; by default "taylorseer".
     Returns the files. Raises ValueError for an argument out of its range, a folder that is not empty, or a class that
-    diffusers lacks; OSError if it cannot write."""
+    diffusers does not have; OSError if a file cannot be written."""
     check_choice("kind", kind, KINDS)
     for name, value in (("model", model), ("sampler", sampler)):
         if kind != "pipeline" and value is not None:
@@ -101,9 +101,9 @@ def _generate_files(model: str | None, sampler: str | None) -> dict[str, Any]:
 def _pipeline_files(model: str | None, sampler: str | None) -> dict[str, Any]:
     if model is None:
         raise ValueError("model=None: kind 'pipeline' needs a pipeline's folder, whose class it exports")
-    packaged = model in PACKAGED_FOLDERS and not Path(model).exists()
+    is_packaged = model in PACKAGED_FOLDERS and not Path(model).exists()
     try:
-        index = read_json(Path(packaged_image(model) if packaged else model) / "model_index.json")
+        index = read_json(Path(packaged_image(model) if is_packaged else model) / "model_index.json")
     except OSError:
         raise ValueError(f"model={model!r} has no model_index.json: it is not a pipeline's folder") from None
     base = index.get("_class_name")
@@ -126,5 +126,5 @@ def _pipeline_files(model: str | None, sampler: str | None) -> dict[str, Any]:
 
 
 def _read_source(name: str) -> str:
-    """Read a file of this package."""
+    """Read a source file of this package."""
     return (HERE / f"{name}.py").read_text(encoding="utf-8")

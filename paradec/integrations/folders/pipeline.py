@@ -20,13 +20,13 @@ except ImportError as error:
         "package paradec on PyPI is another project"
     ) from error
 
-# diffusers uses the only pipeline class of this file, so the base class must not be imported by name
+# diffusers expects a single pipeline class in this file, so the base class must not be imported by name
 
 
 class AcceleratedPipeline(diffusers.DiTPipeline):
     """The pipeline with a sampler of paradec on its transformer."""
 
-    # diffusers loads the components that the signature names
+    # diffusers reads from the signature which components to load
     @functools.wraps(diffusers.DiTPipeline.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -46,8 +46,7 @@ SCHEMA = "paradec-compare/2"
 STORED_FIELDS = ("row_calls", "forwarded_tokens", "tokens", "seconds", "padding_forwards", "source")
 """Fields of `Result` that files store unchanged."""
 Progress = Callable[["Comparison", "Configuration", float], None]
-"""Function that is called after every batch, with the comparison so far, the current configuration, and the share of
-the work that is done."""
+"""Function, called after every batch with the comparison so far, the current configuration, and the share done."""
 
 
 @dataclass

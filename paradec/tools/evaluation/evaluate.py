@@ -47,9 +47,8 @@ def evaluate(
         bootstrap_iters: number of resamples for standard errors that have no formula; 0 leaves these errors out.
 
     Returns:
-        JSON data: "schema", "recipe", "met" (versions, the weights' commit, device, dtype, use of a chat template,
-        seconds), the harness' "results" and "groups", "config" with the costs of decoding, and "samples" if
-        `log_samples`.
+        JSON data: "schema", "recipe", "met" (versions, the weights' commit, device, dtype, chat, seconds), the harness'
+        "results" and "groups", "config" with the costs of decoding, and, with `log_samples`, "samples".
 
     Raises:
         ModuleNotFoundError: the extra `eval` is missing. ValueError: the recipe cannot be run.

@@ -46,7 +46,7 @@ from paradec.samplers.start import row_keys
 
 @dataclass(frozen=True)
 class Masking:
-    """A partly masked row, which is evaluated as one row of a forward."""
+    """A partly masked row: one row of a forward."""
 
     tokens: list[int]
     positions: list[int]
@@ -83,8 +83,7 @@ class _Span:
 def chain_maskings(
     facts: ModelFacts, context: list[int], continuation: list[int], order: str, num_orders: int, seed: int
 ) -> list[SpanMaskings]:
-    """Build the maskings of "chain", for each span. Each position of each order has a masking, in which this position
-    and the later ones of the order are masked. num_orders: only for random orders."""
+    """Build a masking for each position of each order: this position and the order's later positions are masked."""
     row, maskings = context + continuation, []
     key = _row_key(seed, row)
     for span in _split_spans(facts, len(context), len(continuation)):
@@ -161,8 +160,7 @@ def _build_masking(
     tokens = row[: span.end] + [facts.mask_id] * (span.width - span.end)
     for position in masked:
         tokens[position] = facts.mask_id
-    targets = [row[position] for position in positions]
-    return Masking(tokens, [*positions], targets, num_context, weight, stratum_index)
+    return Masking(tokens, [*positions], [row[i] for i in positions], num_context, weight, stratum_index)
 
 
 def _row_key(seed: int, row: list[int]) -> Tensor:
@@ -333,14 +331,12 @@ def _evaluate_pairs(
             is_greedy[pair_index] &= is_likeliest
             num_remaining[pair_index] -= 1
         while num_done < len(maskings) and num_remaining[num_done] == 0:
-            yield _build_likelihood(model, maskings[num_done], estimates[num_done], is_greedy[num_done], scale)
+            yield _join(model, maskings[num_done], estimates[num_done], is_greedy[num_done], scale)
             maskings[num_done], estimates[num_done] = [], []  # free memory: thousands of pairs have millions of rows
             num_done += 1
 
 
-def _build_likelihood(
-    model: Any, spans: list[SpanMaskings], estimates: list[np.ndarray], is_greedy: bool, scale: float
-) -> Likelihood:
+def _join(model: Any, spans: list[SpanMaskings], estimates: list[np.ndarray], greedy: bool, scale: float) -> Likelihood:
     value, variance = 0.0, 0.0
     for span, strata in zip(spans, estimates, strict=True):
         value += float(strata.mean())
@@ -348,7 +344,7 @@ def _build_likelihood(
             variance += float(strata.var(ddof=1)) / len(strata) if len(strata) > 1 else math.nan
     num_rows = sum(len(span.rows) for span in spans) * (1 if scale == 1 else 2)
     num_samples = max(span.num_samples for span in spans)
-    return Likelihood(value, variance, num_samples, num_rows, is_greedy if model.facts.topology == "causal" else None)
+    return Likelihood(value, variance, num_samples, num_rows, greedy if model.facts.topology == "causal" else None)
 
 
 def _sum_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
@@ -371,17 +367,12 @@ def _sum_padded_log_probs(model: Any, rows: list[Masking], scale: float) -> list
     for index, row in enumerate(rows):
         targets[index, : len(row.positions)] = torch.tensor(row.targets)
         is_target[index, : len(row.positions)] = True
-    branches, unconditional = 1, list[list[int]]()
-    if scale != 1:
+    branches, tokens = 1, [row.tokens for row in rows]
+    if scale != 1:  # guidance: the unconditional branch has masked contexts
         branches = 2
-        unconditional = [[facts.mask_id] * row.num_context + row.tokens[row.num_context :] for row in rows]
-    branch_rows = rows * branches
-    query = build_rows_query(
-        model,
-        [row.tokens for row in rows] + unconditional,
-        [row.positions for row in branch_rows],
-        [row.num_context for row in branch_rows],
-    )
+        tokens += [[facts.mask_id] * row.num_context + row.tokens[row.num_context :] for row in rows]
+    positions, context_lengths = [row.positions for row in rows], [row.num_context for row in rows]
+    query = build_rows_query(model, tokens, positions * branches, context_lengths * branches)
     query = query.with_fields(
         rows=np.arange(len(rows)),
         window=WindowLogits(np.arange(len(rows))),

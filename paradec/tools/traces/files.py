@@ -37,8 +37,7 @@ def check_suffix(path: str | os.PathLike[str], argument: str = "path") -> None:
 
 
 def save(traces: Sequence[Trace], path: str | os.PathLike[str], names: Sequence[str] = ()) -> None:
-    """Write one run, or several runs side by side. Raises ValueError: several runs in a .json file; and the errors of
-    `check_suffix`."""
+    """Write one run, or several side by side. Raises ValueError: several in a .json file; errors of `check_suffix`."""
     check_suffix(path)
     suffix = Path(path).suffix.lower()
     first, *other_traces = traces
@@ -57,9 +56,8 @@ def save(traces: Sequence[Trace], path: str | os.PathLike[str], names: Sequence[
 def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") -> str:
     """Build the HTML of a page that steps through one run, or through several runs side by side.
 
-    traces: 1 to 4 traces. names: names of the runs; by default their samplers. title: of the page; by default the names.
-    Raises TypeError: values that are not traces. ValueError: too many traces, or different numbers of names and traces.
-    """
+    traces: 1 to 4 traces. names: names of the runs; by default their samplers. title: by default the names.
+    Raises TypeError: values that are not traces. ValueError: too many traces, or a wrong number of names."""
     run_names = check_runs(traces, names)
     title = title or " beside ".join(run_names)
     runs = [run_data(trace, name) for trace, name in zip(traces, run_names, strict=True)]

@@ -116,8 +116,7 @@ def _number(value: float) -> float | None:
 
 
 def _steps(trace: Trace, num_rows: int, image_budget: int, left_out: list[str]) -> list[dict[str, Any]]:
-    """Build the data of the steps. image_budget: number of characters that remain for images. Parts beyond the limits
-    are added to `left_out`."""
+    """Build the data of the steps. image_budget: characters left for images. Lists omitted parts in `left_out`."""
     entries: list[dict[str, Any]] = []
     writes = spans = drafts = 0
     is_complete = (True, True, True)

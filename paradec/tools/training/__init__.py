@@ -1,1 +1,1 @@
-"""Training: `replay` computes the log-probabilities of rollouts for trainers; `learn2pd` trains Learn2PD's filters."""
+"""Training: `replay` computes log-probabilities of rollouts for trainers; `learn2pd` trains Learn2PD's filters."""

@@ -1,6 +1,6 @@
-"""Training of Learn2PD's filters: collection of records of "extremely greedy" decoding, and fit of a network to them.
+"""Training of Learn2PD's filters: records of "extremely greedy" decoding are collected, and a network is fit to them.
 
-"Learning to Parallel" (Learn2PD), arXiv 2509.25188, and its generate_training_data.py and train.ipynb.
+The method is from "Learning to Parallel" (Learn2PD), arXiv 2509.25188, generate_training_data.py and train.ipynb.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ PAPER_EPOCHS = 40_000
 FORMAT = "paradec-learn2pd-records/1"
 FILTER_INPUTS = ("confidence", "margin", "minus_entropy")
 MAX_PER_TASK = 10_000
-"""Maximum number of prompts of each packaged task; the smallest task has about ten thousand."""
+"""Maximum number of prompts of each packaged task: the smallest task has about ten thousand different prompts."""
 Progress = Callable[[str, float], None]
-"""Called with the name of the current stage, and the share of its work that is done, in [0, 1]."""
+"""Function that is called with the name of the current stage, and the share of its work that is done, in [0, 1]."""
 
 
 def packaged_prompts(per_task: int, seed: int = 0) -> list[str]:
-    """Draw prompts of the packaged tasks, in random order, from the training side of the split. The prompts packaged
-    for evaluation are on the other side."""
+    """Draw different prompts, `per_task` of each packaged task, in random order. None of them is among the prompts that
+    are packaged for evaluation."""
     check_int("per_task", per_task, low=1, high=MAX_PER_TASK)
     prompts: dict[str, None] = {}
     for task in TASKS.values():
@@ -59,10 +59,10 @@ def packaged_prompts(per_task: int, seed: int = 0) -> list[str]:
 
 
 def read_prompts(file: str | os.PathLike[str]) -> list[str]:
-    """Read prompts from a file: one per line, or in a .jsonl file one JSON object with a "prompt" per line. Raises
-    ValueError: a line without a prompt (the message has its number), or no lines; OSError: an unreadable file."""
-    as_data = Path(file).suffix == ".jsonl"
-    prompts = read_lines(file, lambda line: read_fields(line)["prompt"] if as_data else line)
+    """Read prompts from a file with one prompt per line. In a .jsonl file, a line is a JSON object with a "prompt".
+    Raises ValueError: a line without a prompt (the message has its number), no lines; OSError: an unreadable file."""
+    is_json = Path(file).suffix == ".jsonl"
+    prompts = read_lines(file, lambda line: read_fields(line)["prompt"] if is_json else line)
     if not prompts:
         raise ValueError(f"{str(file)!r} has no prompts")
     return prompts
@@ -73,20 +73,20 @@ def read_prompts(file: str | os.PathLike[str]) -> list[str]:
 
 @dataclass
 class Records:
-    """Training data of a filter: `N` records of blocks of `n` positions."""
+    """Training data of a filter: `N` records. A record is a step of a block of at most `n` positions."""
 
     setup: dict[str, Any]
-    """The model and settings of the recording; only records with equal setups can be joined."""
+    """Model and settings of `collect`. Only records with equal setups can be joined."""
     done: int
     """Number of recorded prompts."""
     features: Tensor
     """[N, F, n] float32: the F features of `paradec.samplers.masked.rules.learn2pd_filter.FEATURES`, in order."""
     final: Tensor
-    """[N, n] bool: whether the candidate equals the final token of one-by-one decoding."""
+    """[N, n] bool: whether the candidate equals the token of decoding with one token per step."""
     undecided: Tensor
-    """[N, n] bool."""
+    """[N, n] bool: whether the position is masked."""
     valid: Tensor
-    """[N, n] bool: False after the end of a block shorter than n."""
+    """[N, n] bool: whether the position is in the block, which may be shorter than n."""
     prompt: Tensor
     """[N] int64: index of each record's prompt."""
 
@@ -98,7 +98,7 @@ class Records:
         return cls(setup, 0, features, flags, flags, flags, torch.zeros(0, dtype=torch.int64))
 
     def concatenate(self, parts: Sequence[Records], done: int) -> Records:
-        """Join these records and `parts`. done: number of recorded prompts."""
+        """Join these records and `parts`. done: number of recorded prompts in the result."""
         names = ("features", "final", "undecided", "valid", "prompt")
         tensors = [torch.cat([getattr(part, name) for part in (self, *parts)]) for name in names]
         return Records(self.setup, done, *tensors)
@@ -112,7 +112,7 @@ class Records:
 
     @classmethod
     def load(cls, file: str | os.PathLike[str]) -> Records:
-        """Read a file of `save`. Raises ValueError: another kind of file; OSError: an unreadable file."""
+        """Read a file of `save`. Raises ValueError: the file has no records; OSError: an unreadable file."""
         try:
             with safe_open(file, framework="pt") as opened:
                 about = json.loads((opened.metadata() or {})["learn2pd"])
@@ -125,7 +125,7 @@ class Records:
 
 @dataclass(frozen=True)
 class _Replay(MaskedSampler):
-    """Sampler that commits the masked positions which the caller marks in the proposal's quantity "agrees"."""
+    """Sampler that commits the masked positions at which the proposal's quantity "agrees" is True."""
 
     name = "learn2pd replay"
     needs = Needs(reads=FILTER_INPUTS, decided_logits=True, may_wait=True)
@@ -148,17 +148,17 @@ def collect(
 ) -> Records:
     """Record the steps of an "extremely greedy" decoding of every prompt.
 
-    Each prompt is first decoded with one token per step, the most confident first. It is then decoded again by blocks.
-    Every step of the second decoding records the block's features and the candidates that agree with the first
-    decoding, and commits these candidates. A block whose candidates do not change is filled from the first decoding.
+    Each prompt is decoded twice. The first decoding commits one token per step, the most confident. Each step of the
+    second decoding records the block's features, and which candidates equal the tokens of the first decoding; these
+    candidates are committed. If no candidate has changed since the previous step, the first decoding fills the block.
 
     model: from `paradec.load` or `paradec.wrap`. prompts: texts, chats or rows of ids.
     block_length, max_new_tokens: by default the model's.
-    caches: names; the second decoding runs once with each cache, and the filter supports these caches.
-    batch: prompts decoded together. resume: records with an equal setup, whose prompts are not decoded again.
-    checkpoint: called with all records so far after every fourth batch. progress: called after every step.
-    Raises ValueError: an argument out of its range, or a `resume` of another setup, before any decoding. Raises
-    Interrupted (a KeyboardInterrupt): Ctrl-C; its `output` has the records of the finished batches."""
+    caches: names of caches. The second decoding is made with each of them, and the filter is for these caches.
+    batch: prompts decoded together. resume: records with an equal setup; their prompts are not decoded again.
+    checkpoint: function, called with all records so far after every fourth batch. progress: called after every step.
+    Raises ValueError, before any decoding: an argument out of its range, or a `resume` with another setup. Raises
+    Interrupted (a KeyboardInterrupt) at Ctrl-C; its `output` has the records of the finished batches."""
     check_int("batch", batch, low=1)
     check_int("block_length", block_length, low=1, none=True)
     check_int("max_new_tokens", max_new_tokens, low=1, none=True)
@@ -210,7 +210,7 @@ def collect(
 
 
 def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup: dict[str, Any]) -> Iterator[Records]:
-    """Decode a batch again, and yield a `Records` per step."""
+    """Make the second decoding of a batch; yield `Records` per step. targets: tokens of the first decoding."""
     sampler, size = _Replay(), setup["block_length"]
     canvas = torch.full_like(state.canvas, -1)
     for row, start in enumerate(state.requested_end - state.max_new_tokens):
@@ -223,7 +223,7 @@ def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup
             features, valid = block_features(state, proposal)
             final = (proposal.values == target) & valid
             is_stable = ((proposal.values == window.read(last_values)) | ~valid).all(1)
-            # a block takes at most one step per mask
+            # limit a block to one step per mask
             last = state.block_step[window.rows] + 1 >= state.masks_at_open[window.rows]
             is_stable |= torch.as_tensor(last, device=is_stable.device)
             block = torch.stack([features[name] for name in FEATURES], 1)
@@ -243,7 +243,7 @@ def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup
 
 
 def _resize(tensor: Tensor, size: int) -> Tensor:
-    """Cut or zero-pad the last dimension to `size`, on the host."""
+    """Move a tensor to the CPU, and cut or zero-pad its last dimension to `size`."""
     tensor = tensor[..., :size].cpu()
     return nn.functional.pad(tensor, (0, size - tensor.shape[-1]))
 
@@ -262,16 +262,16 @@ def train(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[FilterFacts, nn.Module]:
-    """Fit a filter: binary cross-entropy over all positions of all records at once, with AdamW.
+    """Fit a filter by AdamW. The loss is the binary cross-entropy over all positions of all records (full batch).
 
     Prompts are split into three sets: 80 % for training, 10 % to choose the epoch by its loss, 10 % for measurements.
-    (The paper splits records, so neighbouring steps of a prompt are in several sets.)
+    (The paper splits records instead, so steps of one prompt may be in different sets.)
 
     kind: "block", the paper's, or "features"; see `paradec.samplers.masked.rules.learn2pd_filter`.
-    epochs: passes over all records; by default the paper's number. lr: AdamW's learning rate.
-    threshold: acceptance probability for the measured precision and recall.
+    epochs: number of passes over all records; by default the paper's. lr: AdamW's learning rate.
+    threshold: probability above which the filter accepts a candidate, in the measurements and in use.
     false_accept_weight: loss weight of positions whose candidate is not final; 1 in the paper.
-    seed: of the split and the initial weights. progress: called every 50 epochs.
+    seed: seed of the split and the initial weights. progress: called every 50 epochs.
     Returns the filter's `FilterFacts` with measurements, and the network of the best epoch. Raises ValueError: an
     argument out of its range, or records of fewer than 10 prompts."""
     check_settings(kind, epochs, lr, threshold, false_accept_weight, seed)
@@ -308,7 +308,7 @@ def train(
 
 
 def check_settings(kind: str, epochs: int, lr: float, threshold: float, false_accept_weight: float, seed: int) -> None:
-    """Raise ValueError for an argument of `train` out of its range."""
+    """Raise ValueError if one of these arguments of `train` is out of its range."""
     check_choice("kind", kind, tuple(KINDS))
     check_int("epochs", epochs, low=1)
     check_number("lr", lr, low=0, high=1, open_low=True)
@@ -330,7 +330,7 @@ def _loss(network: nn.Module, records: Records, chosen: Tensor, weight: float) -
 
 
 def _measure(network: nn.Module, records: Records, chosen: Tensor, threshold: float) -> dict[str, Any]:
-    """Precision (share of accepted candidates that are final) and recall (share of final candidates accepted)."""
+    """Measure precision (share of accepted candidates that are final) and recall (share of final ones accepted)."""
     with torch.no_grad():
         accepted = _logits(network, records, chosen).sigmoid() > threshold
     undecided = records.undecided[chosen] & records.valid[chosen]

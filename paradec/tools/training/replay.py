@@ -1,11 +1,11 @@
 """Log-probabilities of a rollout under a model's current weights, with gradients.
 
-Each decision is evaluated in the state of its step: the prompt and tokens of earlier steps, masks elsewhere. A row of
-the rollout has one state per step. A bidirectional model gets each state as a row of a call. In a block-causal model a
-decision depends on the final earlier blocks and on earlier steps in its block. One row of a call then has the final
-tokens and, for each step of a block, a copy of the block in the state of this step, which sees itself and the final
-earlier blocks (TraceRL, arXiv 2509.06949). A causal model gets the final tokens as a row of a call.
-"""
+Each decision is evaluated in the state of its step: the prompt and the tokens of earlier steps, and masks elsewhere.
+
+- Bidirectional models: each state is a row of a call of the model. Causal models: the final tokens are a row.
+- Block-causal models: a decision depends only on earlier blocks (with final tokens) and on earlier steps in its block.
+  So all states of a row share one row of a call. It has the final tokens, and for each step of a block a copy of the
+  block in the step's state. A copy attends to itself and to earlier blocks (TraceRL, arXiv 2509.06949)."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def replay(
 ) -> Tensor:
     """Compute the log-probability of every decision of a rollout, in the state of its step.
 
-    With unchanged weights the result equals `rollout.logp`. A warning is given if the rollout was decoded with an
-    approximation, which is another policy: correct by the ratio of the result to `rollout.logp`. The module is called
-    in evaluation mode.
+    With unchanged weights the result equals `rollout.logp`, unless the rollout was decoded with an approximation. Then
+    its policy differs, and a warning is given: correct by the ratio of the result to `rollout.logp`. The module is
+    called in evaluation mode.
 
     Args:
         model: a bidirectional, block-causal or causal text model from `load` or `wrap`.
-        shrink: number of consecutive steps of a row (of a block, for block-causal models) that are replayed in the
-            state of the first of them: fewer calls, but another distribution. Must be 1 for causal models.
-        temperature: of the softmax, above 0; that of `rollout.logp_drawn` is the request's.
-        batch_size: states in a call (rows of the rollout with `one_forward`).
-        one_forward: whether all states of a row share one row of a call; only for block-causal models that accept
-            attention masks and decode blocks one after the other. None means True if this is possible; False replays
-            state by state, which is slower. Causal models always use one row.
+        shrink: number of consecutive steps that are replayed in the state of the first of them: fewer calls, but
+            another distribution. Steps are those of a row, or for block-causal models of a block. 1 for causal models.
+        temperature: temperature of the softmax, above 0. (`rollout.logp_drawn` has the request's temperature.)
+        batch_size: number of states in a call; with `one_forward`, of rows of the rollout.
+        one_forward: whether all states of a row share one row of a call. Possible only for block-causal models that
+            accept attention masks, with blocks that were decoded one after the other. None: if possible. False: each
+            state is a row, which is slower. Causal models always use one row.
         writes: whether to return every write of samplers that revise, not only the last write at each position.
 
     Returns:
-        [B, C] like `rollout.tokens`, on the model's device, float32 or wider; NaN where nothing was decided. With
-        `writes`: one value per write, like `rollout.writes_logp`; NaN where a token was moved or removed.
+        [B, C] like `rollout.tokens`, on the model's device, float32 or wider; NaN where nothing was decided. If
+        `writes`: one value per write, like `rollout.writes_logp`; NaN for a token that was moved or removed.
 
     Raises:
         TypeError, ValueError: an argument out of its range, an unsupported model, or a rollout of another model.
@@ -83,14 +83,14 @@ def replay(
     if one_forward and why is not None:
         raise ValueError(f"one_forward=True does not work with {why}")
     shares_row = why is None and one_forward is not False
-    rows = _causal_row if causal else _row_with_copies if shares_row else _row_per_state
+    build_rows = _causal_row if causal else _row_with_copies if shares_row else _row_per_state
     scale, shape = float(rollout.settings.get("guidance_scale", 1.0)), rollout.tokens.shape
     size = len(states.writes) if writes and states.writes is not None else states.tokens.numel()
     logp = torch.full((size,), torch.nan, dtype=_logits_dtype(model), device=model.device)
     parts = [
         part
         for row in range(len(states))
-        for part in rows(model, states, row, _select_decisions(model, states, row, shrink, writes))
+        for part in build_rows(model, states, row, _select_decisions(model, states, row, shrink, writes))
     ]
     for batch in _batches(parts, batch_size, model.pads):
         targets, batch_logp = _log_probs(model, states, batch, scale, temperature)
@@ -133,14 +133,14 @@ def _logits_dtype(model: Any) -> torch.dtype:
 
 
 class _Decisions(NamedTuple):
-    """The `N` requested decisions of a row; all fields are [N] int64."""
+    """`N` decisions of a row to evaluate. All fields are [N] int64."""
 
     step: Tensor
     """The step in whose state a decision is evaluated."""
     positions: Tensor
     token: Tensor
     targets: Tensor
-    """Index of the decision's log-probability in the flat result."""
+    """Indices of the decisions' log-probabilities in the flat result."""
 
 
 def _select_decisions(model: Any, states: Rollout, row: int, shrink: int, writes: bool) -> _Decisions:
@@ -149,7 +149,7 @@ def _select_decisions(model: Any, states: Rollout, row: int, shrink: int, writes
         step, positions, token = states.writes[targets, 1:].unbind(1)
     else:
         decided = states.step_map[row] >= 0
-        if states.writes is not None:  # moved tokens have no probability
+        if states.writes is not None:  # tokens that were moved have no probability
             decided &= ~states.logp[row].isnan()
         positions = decided.nonzero().squeeze(1)
         step, token = states.step_map[row, positions], states.tokens[row, positions]
@@ -163,7 +163,7 @@ def _select_decisions(model: Any, states: Rollout, row: int, shrink: int, writes
 
 
 def _writes_of_row(states: Rollout, row: int) -> Tensor:
-    """[N, 3] int64: step, position and token of every write in a row, in the order of steps."""
+    """Return [N, 3] int64: step, position and token of every write in a row, in the order of steps."""
     if states.writes is not None:
         return states.writes[states.writes[:, 0] == row, 1:]
     steps = states.step_map[row]
@@ -173,10 +173,10 @@ def _writes_of_row(states: Rollout, row: int) -> Tensor:
 
 
 def _canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
-    """The steps [S] of a row, and tokens [S + 1, L]: the state before each step, and the final one."""
+    """Return the steps [S] of a row, and tokens [S + 1, L]: the state before each step, and the final state."""
     length, step_map = int(states.length[row]), states.step_map[row]
     positions = (step_map <= FORCED).nonzero().squeeze(1)
-    # tokens that were forced before step t are in its state, as if step t - 1 had written them
+    # tokens that were forced before step t belong to its state, so treat them as writes of step t - 1
     forced = torch.stack((FORCED - step_map[positions] - 1, positions, states.tokens[row, positions]), 1)
     writes = torch.cat((_writes_of_row(states, row), forced))
     writes = writes[writes[:, 0].argsort(stable=True)]
@@ -189,7 +189,7 @@ def _canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(model: Any, states: Rollout, row: int) -> Tensor:
-    """[C] int64: block number of each position; all 0 unless the model is block-causal."""
+    """Return [C] int64: the block number of each position; all 0 unless the model is block-causal."""
     positions = torch.arange(states.tokens.shape[1])
     if model.facts.topology != "block_causal":
         return torch.zeros_like(positions)
@@ -198,7 +198,7 @@ def _blocks(model: Any, states: Rollout, row: int) -> Tensor:
 
 
 def _why_not_one_row(model: Any, states: Rollout) -> str | None:
-    """The reason why the states of a row cannot share one row of a call; None if they can."""
+    """Return why the states of a row cannot share one row of a call; None if they can."""
     facts = model.facts
     if facts.topology != "block_causal" or not model.supports_visibility:
         return f"{facts.name}: a block-causal model that accepts attention masks is needed"
@@ -216,7 +216,7 @@ def _why_not_one_row(model: Any, states: Rollout) -> str | None:
 
 
 class _Part(NamedTuple):
-    """A row of a call, with `Q` columns and `N` decisions."""
+    """A row of a call of the model, with `Q` columns and `N` decisions."""
 
     row: int
     tokens: Tensor
@@ -232,7 +232,7 @@ class _Part(NamedTuple):
     """[Q, Q] bool."""
 
     def without_prompt(self, model: Any) -> _Part:
-        """The unconditional branch of guidance."""
+        """Return the row of the unconditional branch of guidance."""
         if model.facts.topology != "causal":
             return self._replace(tokens=self.tokens.masked_fill(self.is_prompt, model.facts.mask_id))
         start = int(self.is_prompt.sum()) - 1  # keep only the prompt's last id
@@ -241,7 +241,7 @@ class _Part(NamedTuple):
 
 
 def _causal_row(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
-    """Yield the final tokens before the last decision as one row."""
+    """Yield one row: the final tokens before the last decision."""
     end = int(decisions.positions.max()) if len(decisions.positions) else 0
     if end:
         tokens, is_prompt = states.tokens[row, :end], states.step_map[row, :end] == GIVEN
@@ -249,7 +249,7 @@ def _causal_row(model: Any, states: Rollout, row: int, decisions: _Decisions) ->
 
 
 def _row_per_state(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
-    """Yield each state with decisions as a row; for block-causal models up to the end of the decisions' last block."""
+    """Yield a row for each state with decisions. For block-causal models it ends after the decisions' last block."""
     (steps, canvases), blocks = _canvases(model, states, row), _blocks(model, states, row)
     for step, canvas in zip(steps.tolist(), canvases, strict=False):
         step_decisions = _Decisions(*(field[decisions.step == step] for field in decisions))
@@ -273,7 +273,7 @@ def _row_with_copies(model: Any, states: Rollout, row: int, decisions: _Decision
     steps, canvases = _canvases(model, states, row)
     length = canvases.shape[1]
     block = _blocks(model, states, row)[:length]
-    # the copies, as pairs of block and step, and the index of each decision's copy
+    # copies: pairs of block and step; copy_index: each decision's copy
     copies, copy_index = torch.stack((block[decisions.positions], decisions.step), 1).unique(dim=0, return_inverse=True)
     copy_positions, tokens, begins = [torch.arange(length)], [canvases[-1]], [0]
     for block_index, step in copies.tolist():
@@ -301,7 +301,7 @@ def _row_with_copies(model: Any, states: Rollout, row: int, decisions: _Decision
 
 
 def _batches(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]:
-    """Group parts into calls, the longest first; parts of one call have equal lengths if the model cannot pad."""
+    """Group parts into calls, the longest parts first. If the model cannot pad, parts of a call have equal lengths."""
     parts = sorted(parts, key=lambda part: -len(part.tokens))
     while parts:
         end = min(size, len(parts))
@@ -314,7 +314,7 @@ def _batches(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]
 def _log_probs(
     model: Any, states: Rollout, parts: list[_Part], scale: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The indices [M] of the parts' decisions in the flat result, and their log-probabilities [M]."""
+    """Return the indices of the parts' M decisions in the flat result, and their log-probabilities, both [M]."""
     count, device, causal = len(parts), model.device, model.facts.topology == "causal"
     branch_parts = parts if scale == 1 else [*parts, *(part.without_prompt(model) for part in parts)]
 
@@ -355,8 +355,8 @@ def _log_probs(
     chosen = logits[sources.to(device), columns.to(device)]
     suppressed = states.suppressed[[part.row for part in parts]][sources]
     suppressed = torch.where(suppressed < 0, chosen.shape[-1], suppressed).to(device)
-    out = torch.zeros((len(chosen), chosen.shape[-1] + 1), dtype=torch.bool, device=device).scatter(1, suppressed, True)
-    logp = (chosen.masked_fill(out[:, :-1], -torch.inf) / temperature).log_softmax(-1)
+    is_out = torch.zeros((len(chosen), chosen.shape[-1] + 1), dtype=torch.bool, device=device)  # last column: padding
+    logp = (chosen.masked_fill(is_out.scatter(1, suppressed, True)[:, :-1], -torch.inf) / temperature).log_softmax(-1)
     token, targets = (
         torch.cat([getattr(part.decisions, name) for part in parts]).to(device) for name in ("token", "targets")
     )

@@ -1,9 +1,8 @@
 """Replacement of vLLM's sampler.
 
 For each request, `BlockSampler` writes the next canvas to `draft_tokens`, which vLLM evaluates in the next forward.
-Its output has two counts per request: `num_sampled` tokens are emitted, and `num_rejected` tokens must be evaluated
-again. This file does not import vLLM.
-"""
+Of each request, `num_sampled` tokens are emitted, and `num_rejected` tokens must be evaluated again. This file does not
+import vLLM."""
 
 from __future__ import annotations
 
@@ -111,7 +110,6 @@ class LeftShift(nn.Module):
 
     def set_indices(self, source: np.ndarray, columns: Mapping[int, int], total: int) -> None:
         """Set the indices for the next forward. They index the concatenation of its hidden states and `last_hidden`.
-
         source: [total] int64, left neighbour of each position. columns: by slot, index of its next `last_hidden`."""
         last_columns = total + np.arange(self.requests)
         for row_id, column in columns.items():

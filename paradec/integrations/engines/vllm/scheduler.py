@@ -1,10 +1,9 @@
 """Scheduler for models whose first block begins at the prompt's first token.
 
 It differs from vLLM's `DiffusionScheduler` in three ways. Prompts are evaluated in chunks of whole blocks, because the
-tokens of a block attend to each other. If a prompt ends within a block, the first canvas is the rest of this block, and
-every step of the canvas evaluates the block's prompt tokens again; so `num_computed_tokens` is always the start of a
-block. A canvas is never scheduled in parts.
-"""
+tokens of a block attend to each other. If a prompt ends within a block, the first canvas is the rest of this block. Its
+steps evaluate the block's prompt tokens again, so `num_computed_tokens` is always the start of a block. A canvas is
+never scheduled in parts."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class BlockScheduler(DiffusionScheduler):
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """Finish failed requests with an error status. A failed request has emitted the mask id, which is never part of
-        an answer."""
+        """Finish failed requests with an error status. A failed request has emitted the mask id; answers never do."""
         if new_token_ids and new_token_ids[0] == self.served.facts.mask_id:
             request.status = RequestStatus.FINISHED_ERROR
             request.stop_reason = self.served.why_unsupported(request.prompt_token_ids, request.sampling_params)

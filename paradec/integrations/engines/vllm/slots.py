@@ -64,8 +64,7 @@ class ServedModel:
 
 
 def read_model(model: Any) -> ServedModel:
-    """Read the facts of an engine's model from its checkpoint, and the server's defaults. model: vLLM's `ModelConfig`.
-    Raises CheckpointError for missing data."""
+    """Read an engine's model from its checkpoint. model: vLLM's `ModelConfig`. Raises CheckpointError: missing data."""
     from paradec.models.checkpoint import read_json
     from paradec.models.family import read_facts, read_tokenizer
     from paradec.models.loading import FAMILIES
@@ -82,10 +81,8 @@ def read_model(model: Any) -> ServedModel:
 
 
 class Slot:
-    """One request of the batch.
-
-    begin: position of the block that the next forward evaluates. is_storing: whether this block's tokens are final, so
-    that the forward stores their keys and values. known: number of the request's tokens in vLLM: prompt and emitted."""
+    """One request of the batch. begin: position of the block that the next forward evaluates. is_storing: whether this
+    block's tokens are final, so that the forward stores their keys and values. known: number of tokens in vLLM."""
 
     def __init__(self, served: ServedModel, hosted: Hosted, known: int):
         self.served, self.hosted, self.known = served, hosted, known
@@ -111,7 +108,6 @@ class Slot:
 
     def step(self, logits: Tensor, forwards_twice: bool) -> list[int]:
         """Step a canvas with its logits [n, V]. Returns the tokens to emit; none as long as the block is not final.
-
         forwards_twice: whether a final block needs one more forward, even if its last step changed no token."""
         if self.is_storing:
             return self._emit()
