@@ -70,9 +70,8 @@ def aup(points: Iterable[tuple[float, float]], best: float | None = None) -> flo
 
 
 def bootstrap(values: Sequence[float], groups: Sequence[str] | None = None, seed: int = 0) -> tuple[float, float]:
-    """Compute the 95 % interval (low, high) of the mean of `values`, by percentile bootstrap. `groups` has one name per
-    value: the bootstrap draws groups, with all their values; None: each value is a group. Raises ValueError: no values.
-    """
+    """Compute the 95 % interval (low, high) of the mean of `values`, by a percentile bootstrap over groups. groups: a
+    name for each value; None: each value is a group. Raises ValueError: no values."""
     if not len(values):
         raise ValueError("values is empty; give at least one number")
     groups = [str(index) for index in range(len(values))] if groups is None else groups
