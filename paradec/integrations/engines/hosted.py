@@ -183,7 +183,7 @@ class Hosted:
 
     def close(self, key: Hashable) -> None:
         """Remove a row, done or not."""
-        row = self._row(key)
+        row = self._find_row(key)
         group, slot = row.group, row.slot
         del self._rows[key]
         group.tickets[slot] = None
@@ -243,7 +243,7 @@ class Hosted:
         the mask id. Raises ValueError: the row is done.
         """
         state, slot = self._find_running(key)
-        start, stop = self._window(state, slot)
+        start, stop = self._find_window(state, slot)
         return start, state.canvas[slot, start:stop].clone()
 
     def answer(self, key: Hashable) -> list[int]:
@@ -255,7 +255,7 @@ class Hosted:
 
     def done(self, key: Hashable) -> bool:
         """Whether a row is complete."""
-        return self._row(key).done
+        return self._find_row(key).done
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Hosted:
         """
         self._close_discarded()
         for key, row_logits in logits.items():
-            self._check(key, row_logits)
+            self._check_logits(key, row_logits)
         results: dict[Hashable, StepResult] = {}
         with _no_inference_mode():
             for group in self._groups:
@@ -282,8 +282,8 @@ class Hosted:
                     self._rows[keys[slot]].done = result.done
         return {key: results[key] for key in logits}
 
-    def _check(self, key: Hashable, logits: Any) -> None:
-        start, stop = self._window(*self._find_running(key))
+    def _check_logits(self, key: Hashable, logits: Any) -> None:
+        start, stop = self._find_window(*self._find_running(key))
         shape = (stop - start, self.facts.vocab_size)
         if not isinstance(logits, Tensor) or not logits.is_floating_point():
             dtype = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
@@ -296,7 +296,7 @@ class Hosted:
         if not logits:
             return {}
         slots = list(logits)
-        windows = np.array([self._window(state, slot) for slot in slots])
+        windows = np.array([self._find_window(state, slot) for slot in slots])
         columns = (
             np.minimum(windows[:, :1] + np.arange((windows[:, 1] - windows[:, 0]).max()), windows[:, 1:] - 1)
             + np.array(slots)[:, None] * state.canvas.shape[1]
@@ -336,22 +336,22 @@ class Hosted:
                 self._model.logits = {}
         return errors
 
-    def _row(self, key: Hashable) -> _Row:
+    def _find_row(self, key: Hashable) -> _Row:
         if key not in self._rows:
             raise ValueError(f"key={short_repr(key)} is not open; {len(self._rows)} other rows are open")
         return self._rows[key]
 
     def _find_slot(self, key: Hashable) -> tuple[MaskedState, int]:
         """The state that contains a row, and the row's slot in it."""
-        row = self._row(key)
+        row = self._find_row(key)
         return row.group.state, row.slot
 
     def _find_running(self, key: Hashable) -> tuple[MaskedState, int]:
-        if self._row(key).done:
+        if self._find_row(key).done:
             raise ValueError(f"key={short_repr(key)} is done; its answer is complete")
         return self._find_slot(key)
 
-    def _window(self, state: MaskedState, slot: int) -> tuple[int, int]:
+    def _find_window(self, state: MaskedState, slot: int) -> tuple[int, int]:
         """The first position of the open block of the engine, and the position after the block's last one."""
         unit, longest = self.facts.block_unit, self.facts.max_length
         stop = -(-int(state.block_end[slot]) // unit) * unit

@@ -51,7 +51,7 @@ UNSUPPORTED = {
     "structural_tag": None,
 }
 """SGLang's sampling parameters that are not supported, with their neutral values."""
-MAX_STORED = 65536
+MAX_MEMORIES = 65536
 """Maximum number of requests whose sampler memory is stored until their next block. The oldest is dropped first."""
 
 log = logging.getLogger(__name__)
@@ -69,19 +69,19 @@ def register() -> None:
 def algorithms(base: type) -> dict[str, type]:
     """Create a subclass of `base` (SGLang's `DllmAlgorithm`) for each registered masked sampler of text, by class name,
     and "ParadecCombination" (`combination: credit+localleap`). Constructors raise ValueError for unhosted samplers."""
-    classes = {PREFIX + "Combination": _algorithm(PREFIX + "Combination", None, base)}
+    classes = {PREFIX + "Combination": _make_algorithm(PREFIX + "Combination", None, base)}
     for name in samplers.names():
         try:
-            kind = samplers.get(name)
-        except ImportError as error:  # a plugin's sampler
+            cls = samplers.get(name)
+        except ImportError as error:  # the sampler of a plugin that cannot be imported
             log.warning("%s", error)
             continue
-        if issubclass(kind, MaskedSampler) and "text" in kind.models:
-            classes[PREFIX + kind.__name__] = _algorithm(PREFIX + kind.__name__, name, base)
+        if issubclass(cls, MaskedSampler) and "text" in cls.models:
+            classes[PREFIX + cls.__name__] = _make_algorithm(PREFIX + cls.__name__, name, base)
     return classes
 
 
-def _algorithm(name: str, sampler: str | None, base: type) -> type:
+def _make_algorithm(name: str, sampler: str | None, base: type) -> type:
     return type(name, (BlockSteps, base), {"sampler_name": sampler, "__module__": __name__})
 
 
@@ -111,7 +111,7 @@ class BlockSteps:
             raise ValueError(
                 f"{type(self).__name__} fills masks; mask_id={self.mask_id} means that this model denoises without them"
             )
-        self.sampler = self._sampler(settings)
+        self.sampler = self._make_sampler(settings)
         if why := why_unsupported(self.sampler):
             raise ValueError(f"sampler {self.sampler.name!r} cannot run inside SGLang: {why}; use paradec.generate")
         self.fields = {name: settings[name] for name in REQUEST if name in settings}
@@ -119,20 +119,20 @@ class BlockSteps:
         check_int("seed", self.fields["seed"], low=0, high=2**63 - 1)
         Request(sampler=self.sampler, **self.fields)  # raises for values out of range
         self._check_steps()
-        self.ends = _ids(settings.get("eos_token_ids", FACTS["eos_token_ids"]))
+        self.eos_token_ids = _parse_ids(settings.get("eos_token_ids", FACTS["eos_token_ids"]))
         self.model_name = settings.get("model_name", FACTS["model_name"])
         if not isinstance(self.model_name, str):
             raise ValueError(f"model_name={short_repr(self.model_name)} must be text")
         self.tokenizer_size = settings.get("tokenizer_size", FACTS["tokenizer_size"])
         check_int("tokenizer_size", self.tokenizer_size, low=1, none=True)
         self._hosted: Hosted | None = None
-        self._opened = 0
+        self._num_opened = 0
         specs = self.sampler.memory().values()
         self._has_memory = any(isinstance(spec, MemorySpec) and spec.reset == "sequence" for spec in specs)
-        self._stored: OrderedDict[str, tuple[int, Mapping[str, Tensor]]] = OrderedDict()
+        self._memories: OrderedDict[str, tuple[int, Mapping[str, Tensor]]] = OrderedDict()
         """By request id: the position of its next block, and the sampler's memory after the previous blocks."""
 
-    def _sampler(self, configuration: Mapping[str, Any]) -> Any:
+    def _make_sampler(self, configuration: Mapping[str, Any]) -> Any:
         """Create the sampler; its settings are keys of the configuration."""
         name = self.sampler_name
         allowed = {"combination"} if name is None else {"preset", *samplers.get(name).settings()}
@@ -149,18 +149,18 @@ class BlockSteps:
         return samplers.create(settings["combination"])
 
     def _check_steps(self) -> None:
-        """Set `parts`, the number of the sampler's blocks in a block of the engine. Raises ValueError unless
-        block_length divides the engine's block, and parts divides steps."""
+        """Set `num_parts`, the number of the sampler's blocks in a block of the engine. Raises ValueError unless
+        block_length divides the engine's block, and num_parts divides steps."""
         length, steps = self.fields.get("block_length"), self.fields.get("steps")
         if self.block_size % (length or self.block_size):
             raise ValueError(f"block_length={length} must divide the engine's block of {self.block_size}")
-        self.parts = self.block_size // (length or self.block_size)
+        self.num_parts = self.block_size // (length or self.block_size)
         if steps is None:
             return
         if not self.sampler.uses_steps:
             raise ValueError(f"steps={steps} has no effect: sampler {self.sampler.name!r} has no schedule")
-        if steps % self.parts:
-            raise ValueError(f"steps={steps} must be a multiple of the parts of a block ({self.parts})")
+        if steps % self.num_parts:
+            raise ValueError(f"steps={steps} must be a multiple of the parts of a block ({self.num_parts})")
 
     # ---- methods that SGLang calls ----------------------------------------------------------------------------------
 
@@ -181,12 +181,12 @@ class BlockSteps:
 
     def max_steps(self, block_size: int) -> int:
         """Maximum number of steps of a block, including a last step that changes nothing."""
-        part_size = part_steps = block_size // self.parts
+        part_size = part_steps = block_size // self.num_parts
         if self.sampler.needs.revises:
             part_steps = int(self.sampler.max_steps(np.array([part_size]))[0])
         elif self.sampler.needs.may_wait:
-            part_steps = max(part_size, (self.fields.get("steps") or 0) // self.parts)
-        return part_steps * self.parts + 1
+            part_steps = max(part_size, (self.fields.get("steps") or 0) // self.num_parts)
+        return part_steps * self.num_parts + 1
 
     def step(self, forward_batch: Any, full_logits: Tensor, states: list[Any]) -> list[bool]:
         """Step all blocks and write their tokens to `forward_batch.input_ids`. Returns for each block whether its
@@ -195,7 +195,7 @@ class BlockSteps:
         size = self.block_size
         ids = forward_batch.input_ids.view(-1, size)
         logits = full_logits.view(len(states), size, -1)
-        hosted = self._host(logits)
+        hosted = self._get_hosted(logits)
         tokens = ids.tolist()
         is_prompt = self._prompt_flags(forward_batch, tokens)
         for index, block in enumerate(states):
@@ -210,8 +210,8 @@ class BlockSteps:
             if result.error is not None:
                 for block in states:
                     block.reset()  # input_ids is unchanged: a retry starts from the same tokens
-                name, start = self._find_block(forward_batch, stepping[key])
-                raise FloatingPointError(f"{result.error}: request {name!r}, block at position {start}")
+                request_id, start = self._find_block(forward_batch, stepping[key])
+                raise FloatingPointError(f"{result.error}: request {request_id!r}, block at position {start}")
         new_ids = ids
         if results:
             rows = torch.tensor(list(stepping.values()), device=ids.device)
@@ -229,13 +229,13 @@ class BlockSteps:
 
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
-    def _host(self, logits: Tensor) -> Hosted:
+    def _get_hosted(self, logits: Tensor) -> Hosted:
         """Return the hosted rows; the first call creates them, with the vocabulary size and device of the logits."""
         if self._hosted is None:
             facts = ModelFacts(
                 vocab_size=logits.shape[-1],
                 mask_token_id=self.mask_id,
-                eos_token_ids=self.ends,
+                eos_token_ids=self.eos_token_ids,
                 topology="block_causal",
                 block_length=self.block_size,
                 name=self.model_name,
@@ -261,18 +261,18 @@ class BlockSteps:
         if all(is_prompt):
             block.final = True
             return
-        name, start = self._find_block(forward_batch, index)
+        request_id, start = self._find_block(forward_batch, index)
         filler = hosted.facts.fill_token_id  # replaces mask tokens of the prompt
         prompt = [filler if stays and token == self.mask_id else token for token, stays in zip(ids, is_prompt)]
-        text = f"{self.fields['seed']} {start} {name}".encode()
+        text = f"{self.fields['seed']} {start} {request_id}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-        previous = self._stored.pop(name, None)
+        previous = self._memories.pop(request_id, None)
         fields = self.fields | {"seed": seed}
-        if "steps" in fields:  # parts that the prompt fills need no steps
-            num_prompt_parts = sum(is_prompt) * self.parts // self.block_size
-            fields["steps"] = fields["steps"] // self.parts * (self.parts - num_prompt_parts)
-        self._opened += 1
-        block.key = self._opened
+        if "steps" in fields:  # the prompt fills some parts, which need no steps
+            num_prompt_parts = sum(is_prompt) * self.num_parts // self.block_size
+            fields["steps"] = fields["steps"] // self.num_parts * (self.num_parts - num_prompt_parts)
+        self._num_opened += 1
+        block.key = self._num_opened
         hosted.open(block.key, prompt, 0, **fields)
         # SGLang does not report aborted requests; their blocks are garbage-collected
         block.release = weakref.finalize(block, hosted.discard, block.key)
@@ -286,20 +286,20 @@ class BlockSteps:
             return
         block.final = True
         if self._has_memory:
-            name, start = self._find_block(forward_batch, index)
-            self._stored[name] = start + self.block_size, hosted.copy_sequence_memory(block.key)
-            if len(self._stored) > MAX_STORED:
-                self._stored.popitem(last=False)
+            request_id, start = self._find_block(forward_batch, index)
+            self._memories[request_id] = start + self.block_size, hosted.copy_sequence_memory(block.key)
+            if len(self._memories) > MAX_MEMORIES:
+                self._memories.popitem(last=False)
         block.close()
 
     def _find_block(self, forward_batch: Any, index: int) -> tuple[str, int]:
         """Return the request's id and the position of its block; "" and 0 if SGLang does not pass them."""
-        names, positions = getattr(forward_batch, "rids", None), getattr(forward_batch, "positions", None)
-        name = "" if names is None else str(names[index])
-        return name, 0 if positions is None else int(positions[index * self.block_size])
+        ids, positions = getattr(forward_batch, "rids", None), getattr(forward_batch, "positions", None)
+        request_id = "" if ids is None else str(ids[index])
+        return request_id, 0 if positions is None else int(positions[index * self.block_size])
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _parse_ids(value: Any) -> tuple[int, ...]:
     """One id or several, as a tuple."""
     ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for token in ids:

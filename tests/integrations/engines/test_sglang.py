@@ -87,7 +87,7 @@ def test_the_configuration_has_the_sampler_s_settings_and_the_request_s() -> Non
     settings = {"preset": "llada2.0", "temperature": 0.5, "top_k": 3, "block_size": 4, "eos_token_ids": END}
     algorithm = create_algorithm("ParadecThreshold", **settings)
     assert algorithm.sampler == samplers.create("threshold", threshold=0.95)
-    assert algorithm.fields == {"temperature": 0.5, "top_k": 3, "seed": 0} and algorithm.ends == (END,)
+    assert algorithm.fields == {"temperature": 0.5, "top_k": 3, "seed": 0} and algorithm.eos_token_ids == (END,)
     assert create_algorithm("ParadecEditing", threshold=0.8, max_post_steps=2).sampler.max_post_steps == 2
     joined = create_algorithm("ParadecCombination", combination="credit(threshold=0.8)+localleap").sampler
     assert joined == samplers.create("credit(threshold=0.8)+localleap")
@@ -231,11 +231,11 @@ def test_logits_that_are_not_finite_name_the_request() -> None:
 
 
 def test_memory_is_limited_to_the_latest_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paradec.integrations.engines.sglang.MAX_STORED", 2)
+    monkeypatch.setattr("paradec.integrations.engines.sglang.MAX_MEMORIES", 2)
     algorithm = create_algorithm("ParadecSaber")
     for name in ("a", "b", "a", "c"):
         algorithm.run(lambda _: logits_of([9] * 4), forward_batch([[1, MASK, MASK, MASK]], [name], [4]), [None])
-    assert [*algorithm._stored] == ["a", "c"]
+    assert [*algorithm._memories] == ["a", "c"]
 
 
 def test_the_entry_point_needs_no_sglang() -> None:

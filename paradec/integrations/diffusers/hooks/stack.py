@@ -47,7 +47,7 @@ class StackCall:
     entry: dict[str, Tensor]  # input of the first block
     position: int = -1
     probe: Tensor | None = None  # output of the probe's last block, denoised stream
-    full: bool | None = None  # whether the blocks after the probe are evaluated; None before the decision
+    is_full: bool | None = None  # whether the blocks after the probe are evaluated; None before the decision
     step: float = 0.0
     start: dict[str, Tensor] = field(default_factory=dict)  # input of the open segment
     begin: int = -1  # position of the open segment's first block; -1 if no segment is open
@@ -64,16 +64,16 @@ class Stack:
         self.owner = owner
         self.rule = rule if isinstance(rule, Probe) else None
         head, tail = (self.rule.head, self.rule.tail) if self.rule is not None else (0, 0)
-        self.first, self.last = head, len(places) - tail
-        if self.first >= self.last:
+        self.start, self.stop = head, len(places) - tail
+        if self.start >= self.stop:
             raise ValueError(
                 f"when={rule.name!r} always evaluates the first {head} and the last {tail} blocks; "
                 f"{owner.name} has {len(places)}, so there is none to skip"
             )
-        self.forecasts = places[self.first : self.last]
+        self.forecasts = places[self.start : self.stop]
         self.call: StackCall | None = None
-        first = {id(modules[place.name]): place for place in reversed(places)}  # blocks may be shared
-        blocks = [(modules[place.name], place) for place in reversed(first.values())]
+        first_places = {id(modules[place.name]): place for place in reversed(places)}  # blocks may be shared
+        blocks = [(modules[place.name], place) for place in reversed(first_places.values())]
         self.hooks = [Hook(block, partial(self._call, block, place)) for block, place in blocks]
 
     def finish(self) -> None:
@@ -81,7 +81,7 @@ class Stack:
         if call is None:
             return
         self._close_segment(call)
-        if call.full:
+        if call.is_full:
             history = call.history
             history.histories = {end: history.histories[end] for end in history.ends.values()}
         if call.residual is not None and self.rule is not None:
@@ -98,16 +98,16 @@ class Stack:
             entry = _copy(streams) if self.rule is not None else streams
             call = self.call = StackCall(self.owner.histories.setdefault("stack", StackHistory()), entry)
         call.position += 1
-        if not self.first <= call.position < self.last:
-            if call.full is not None:
+        if not self.start <= call.position < self.stop:
+            if call.is_full is not None:
                 self._close_segment(call)
             output = forward(*args, **kwargs)
-            if call.position == self.first - 1:
+            if call.position == self.start - 1:
                 call.probe = self._split(module, streams, output)[1][main_stream_name(streams)]
             return output
-        if call.full is None:
-            call.full = self._decide(call, place, forward, args, kwargs)
-        if not call.full:
+        if call.is_full is None:
+            call.is_full = self._decide(call, place, forward, args, kwargs)
+        if not call.is_full:
             return self._forecast(call, place, streams)
         if call.begin >= 0 and not _continues_segment(call, place, streams):
             self._close_segment(call)
@@ -126,25 +126,25 @@ class Stack:
         owner, history, rule = self.owner, call.history, self.rule
         is_fresh = not history.ends
         if rule is None:
-            full, call.step = owner.decide(place, forward, args, kwargs) or is_fresh, owner.run_progress.index
+            is_full, call.step = owner.decide(place, forward, args, kwargs) or is_fresh, owner.run_progress.index
         else:
             state, progress = history.rule_progress, owner.run_progress
             state.index, state.total, state.first = progress.index, progress.total, progress.first
             state.latent, state.level = owner.latent, owner.level
             entry = call.entry[main_stream_name(call.entry)]
-            full = rule.is_full(state, entry, entry if call.probe is None else call.probe, is_fresh)
+            is_full = rule.is_full(state, entry, entry if call.probe is None else call.probe, is_fresh)
             owner.state.changes += [state.change] if state.change else []
-            call.step = progress.index if full else rule.forecast_at(state)
-            state.finish_step(full)
+            call.step = progress.index if is_full else rule.forecast_at(state)
+            state.finish_step(is_full)
             state.latent = None
-            owner.state.decision = full or bool(owner.state.decision)  # over all calls of the step
-        if full:
+            owner.state.decision = is_full or bool(owner.state.decision)  # over all calls of the step
+        if is_full:
             history.blocks, history.ends = {}, {}
-        return full
+        return is_full
 
     def _segment_input(self, call: StackCall, streams: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the input of a segment's first block; that of the probe if the segment begins with the probe."""
-        includes_probe = self.rule is not None and self.rule.replaces_probe and call.position == self.first
+        includes_probe = self.rule is not None and self.rule.replaces_probe and call.position == self.start
         # a residual needs equal shapes before and after the probe
         return call.entry if includes_probe and _shapes(call.entry) == _shapes(streams) else _copy(streams)
 
@@ -173,7 +173,7 @@ class Stack:
         if call.begin < 0:
             return
         owner, history = self.owner, call.history
-        if not call.full:
+        if not call.is_full:
             raise RuntimeError(
                 f"{owner.name} does not call block {history.blocks[call.end][0].name}, which it called when it was "
                 "evaluated; call session.reset() when the called blocks change"
