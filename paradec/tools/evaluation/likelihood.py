@@ -80,7 +80,7 @@ class _Span:
     width: int
 
 
-def chain_maskings(
+def build_chain_maskings(
     facts: ModelFacts, context: list[int], continuation: list[int], order: str, num_orders: int, seed: int
 ) -> list[SpanMaskings]:
     """Build a masking for each position of each order: this position and the order's later positions are masked."""
@@ -102,7 +102,7 @@ def chain_maskings(
     return maskings
 
 
-def random_maskings(
+def draw_maskings(
     facts: ModelFacts, context: list[int], continuation: list[int], samples: int, stratum: int, seed: int
 ) -> list[SpanMaskings]:
     """Draw `samples` maskings of each span, in strata of `stratum` maskings whose sizes are spread evenly. A span with
@@ -277,8 +277,8 @@ def log_likelihoods(
             row, start = context + continuation, len(context)
             return [SpanMaskings([Masking(row, [*range(start, len(row))], continuation, start, 1.0, 0)], 1, False)]
         if method == "chain":
-            return chain_maskings(facts, context, continuation, order, samples, seed)
-        return random_maskings(facts, context, continuation, samples, stratum, seed)
+            return build_chain_maskings(facts, context, continuation, order, samples, seed)
+        return draw_maskings(facts, context, continuation, samples, stratum, seed)
 
     return _evaluate_pairs(model, [*pairs], build_maskings, guidance_scale, batch_size)
 

@@ -11,8 +11,8 @@ from paradec.core.thumbnails import RAMP, from_uri, import_pillow
 from paradec.core.trace import Trace
 from paradec.tools.traces.payload import check_runs
 
-MARGIN, LINE, SIDE, MAX_HEIGHT, MAX_PICTURES, MAX_FRAMES = 14, 23, 168, 1200, 8, 120
-INK, WAITING = (27, 27, 31), (226, 226, 234)
+MARGIN, LINE, SIDE, MAX_HEIGHT, MAX_PICTURES, MAX_FRAMES = 14, 23, 168, 1200, 8, 120  # the first four in pixels
+INK, WAITING = (27, 27, 31), (226, 226, 234)  # colours of text and of undecided positions
 
 
 def write(
@@ -44,10 +44,10 @@ def write(
     except (OSError, TypeError) as error:
         raise ValueError(f"font={short_repr(font)} is not a readable font file: {error}") from None
     panel = (width - MARGIN * (len(traces) + 1)) // len(traces)
-    layouts = [_layout(trace, row, panel, typeface) for trace in traces]
+    layouts = [_lay_out(trace, row, panel, typeface) for trace in traces]
     bottom = max((box[3] for boxes in layouts for box in boxes.values()), default=0)
-    last, frames = max(len(trace.steps) for trace in traces), []
-    for num_steps in sorted({round(i * last / (MAX_FRAMES - 1)) for i in range(MAX_FRAMES)}):
+    max_steps, frames = max(len(trace.steps) for trace in traces), []
+    for num_steps in sorted({round(i * max_steps / (MAX_FRAMES - 1)) for i in range(MAX_FRAMES)}):
         frames.append(pillow.new("RGB", (width, min(MAX_HEIGHT, 2 * MARGIN + 2 * LINE + bottom)), "white"))
         for index, (trace, name, boxes) in enumerate(zip(traces, names, layouts, strict=True)):
             _draw(frames[-1], MARGIN + index * (panel + MARGIN), trace, name, boxes, num_steps, typeface)
@@ -60,22 +60,22 @@ def write(
     quantized[0].save(path, format="GIF", save_all=True, append_images=quantized[1:], duration=times, loop=0)
 
 
-def _layout(trace: Trace, row: int, width: int, typeface: Any) -> dict[tuple[int, int], tuple[int, int, int, int]]:
-    """Corners of boxes by (row, position), relative to the panel's body; position -1 is the complete image of a row."""
+def _lay_out(trace: Trace, row: int, width: int, typeface: Any) -> dict[tuple[int, int], tuple[int, int, int, int]]:
+    """Return the corners of boxes by (row, position), relative to the panel. Position -1 is a row's complete image."""
     boxes, x, y = {}, 0, 0
     if trace.cells is not None or trace.images or any(step.pictures for step in trace.steps) or not trace.canvas:
-        side, columns, (high, wide) = min(SIDE, width), max(1, width // (SIDE + 6)), trace.grid or (1, 1)
+        side, num_columns, (high, wide) = min(SIDE, width), max(1, width // (SIDE + 6)), trace.grid or (1, 1)
         for i in range(min(trace.batch, MAX_PICTURES)):
-            x, y = i % columns * (side + 6), i // columns * (side + 6)
+            x, y = i % num_columns * (side + 6), i // num_columns * (side + 6)
             boxes[i, -1] = (x, y, x + side, y + side)
             for cell, position in enumerate(trace.cells[i] if trace.cells is not None else ()):
                 left, top = x + cell % wide * side // wide, y + cell // wide * side // high
                 boxes[i, position] = (left, top, left + side // wide - 1, top + side // high - 1)
         return boxes
-    final, answer = trace.replay()[row], {i for span in trace.to_fill(row) for i in range(*span)}
-    first = min(answer, default=0)
+    final, to_fill = trace.replay()[row], {i for span in trace.to_fill(row) for i in range(*span)}
+    first = min(to_fill, default=0)
     for position in range(max(0, first - 60), len(final) if trace.ends is None else min(trace.ends[row], len(final))):
-        if (position in answer or final[position] not in trace.special) and y < MAX_HEIGHT - 5 * LINE:
+        if (position in to_fill or final[position] not in trace.special) and y < MAX_HEIGHT - 5 * LINE:
             size = min(width, round(typeface.getlength(_text(trace, final[position]))) + 10)
             x, y = (0, y + LINE) if x + size > width or position == first and x else (x, y)
             boxes[row, position] = (x, y, x + size, y + LINE - 3)

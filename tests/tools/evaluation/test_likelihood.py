@@ -91,9 +91,9 @@ def test_standard_errors_match_single_draws(method: str, topology: str) -> None:
     model, continuation = tiny(1, topology), CONTINUATION * 2
     row = CONTEXT + continuation
     if method == "chain":
-        parts = likelihood.chain_maskings(model.facts, CONTEXT, continuation, "random", 6, 2)
+        parts = likelihood.build_chain_maskings(model.facts, CONTEXT, continuation, "random", 6, 2)
     else:
-        parts = likelihood.random_maskings(model.facts, CONTEXT, continuation, 6, 2, 2)
+        parts = likelihood.draw_maskings(model.facts, CONTEXT, continuation, 6, 2, 2)
     value = variance = 0.0
     for part in parts:
         strata = [0.0] * (part.rows[-1].stratum_index + 1)
