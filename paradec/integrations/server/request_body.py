@@ -22,7 +22,7 @@ from paradec.request import Request
 from paradec.samplers.features.spans import automaton_of, reserved_tokens
 from paradec.samplers.features.token_controls import CONTROLS
 
-OWN = "paradec"  # the body's field that holds fields of `paradec.Request`, `drafts` and `chat`
+OWN = "paradec"  # the body's field for fields of `paradec.Request`, and `drafts` (OpenAI's clients: `extra_body`)
 HIDDEN = (*REFUSED, "stop", "order", "compile", "rollout", "rng", "logprobs")  # not allowed in `OWN`
 FIELDS = tuple(name for name in REQUEST_FIELDS if name not in HIDDEN)
 SAMPLING = {  # fields of a body, with the field of `paradec.Request` that each sets
@@ -30,7 +30,7 @@ SAMPLING = {  # fields of a body, with the field of `paradec.Request` that each 
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "max_new_tokens", "stop_strings", *CONTROLS)
 } | {"max_completion_tokens": "max_new_tokens"}
 OFF: Any = {"top_k": (-1, 0), "min_p": (0,), "logit_bias": ({},), "bad_words": ([],)}  # values that mean null
-INERT: dict[str, Any] = {  # fields without effect, with the only value that is accepted besides null (`...`: any value)
+INERT: dict[str, Any] = {  # fields without effect, and their only accepted value besides null; `...`: any value
     **{"best_of": 1, "modalities": ["text"], "skip_special_tokens": True, "verbosity": "medium", "suffix": ""},
     **{"echo": False, "user": ..., "metadata": ..., "store": ..., "service_tier": ..., "safety_identifier": ...},
     **{"stop_token_ids": [], "prompt_logprobs": None, "use_beam_search": False, "length_penalty": 1, "priority": 0},
@@ -51,7 +51,7 @@ def _check_field(name: str, value: Any) -> None:
         return
     try:
         parts = [value] if isinstance(value, dict) else [part.settings for part in parse_components(name, str(value))]
-    except ValueError:  # `read_changes` raises it later
+    except ValueError:  # `Request` raises it later
         return
     for setting, entry in (pair for settings in parts for pair in settings.items()):
         if setting != name and not isinstance(entry, bool | int | float | None):

@@ -331,12 +331,14 @@ def _evaluate_pairs(
             is_greedy[pair_index] &= is_likeliest
             num_remaining[pair_index] -= 1
         while num_done < len(maskings) and num_remaining[num_done] == 0:
-            yield _join(model, maskings[num_done], estimates[num_done], is_greedy[num_done], scale)
+            yield _build_likelihood(model, maskings[num_done], estimates[num_done], is_greedy[num_done], scale)
             maskings[num_done], estimates[num_done] = [], []  # free memory: thousands of pairs have millions of rows
             num_done += 1
 
 
-def _join(model: Any, spans: list[SpanMaskings], estimates: list[np.ndarray], greedy: bool, scale: float) -> Likelihood:
+def _build_likelihood(
+    model: Any, spans: list[SpanMaskings], estimates: list[np.ndarray], greedy: bool, scale: float
+) -> Likelihood:
     value, variance = 0.0, 0.0
     for span, strata in zip(spans, estimates, strict=True):
         value += float(strata.mean())
@@ -348,7 +350,7 @@ def _join(model: Any, spans: list[SpanMaskings], estimates: list[np.ndarray], gr
 
 
 def _sum_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
-    """For each row: the sum of its targets' log-probabilities, and whether each target was the likeliest token."""
+    """For each row, compute the sum of its targets' log-probabilities, and whether all targets were likeliest tokens."""
     results: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
     buckets: dict[int, list[int]] = {}
     for index, row in enumerate(rows):

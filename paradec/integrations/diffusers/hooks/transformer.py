@@ -186,7 +186,7 @@ class Transformer:
         return forward(*args, **kwargs)
 
     def _run_eagerly(self, places: list[Place], modules: dict[str, nn.Module]) -> None:
-        """Disable the compiled graphs of modules that contain hooked modules: the graphs would not call the hooks."""
+        """Disable the compiled graphs of modules that contain hooked modules: the hooks would be compiled into them."""
         inside = [place for place in places if place.kind not in ("residual", "stack", "output")]
         parents = {place.name[:i] for place in inside for i, letter in enumerate(place.name) if letter == "."}
         self.parents = [modules[name] for name in sorted(parents)]
