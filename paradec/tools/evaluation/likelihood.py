@@ -350,7 +350,7 @@ def _build_likelihood(
 
 
 def _sum_log_probs(model: Any, rows: list[Masking], scale: float) -> list[tuple[float, bool]]:
-    """For each row, compute the sum of its targets' log-probabilities, and whether all targets were likeliest tokens."""
+    """Compute for each row the sum of its targets' log-probabilities, and whether all were the likeliest tokens."""
     results: list[tuple[float, bool]] = [(0.0, False)] * len(rows)
     buckets: dict[int, list[int]] = {}
     for index, row in enumerate(rows):

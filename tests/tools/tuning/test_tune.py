@@ -25,7 +25,7 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.tools.evaluation import configurations
 from paradec.tools.tuning import Tuning
 from paradec.tools.tuning.halving import is_promoted, rungs
-from paradec.tools.tuning.prompts import halves, to_questions
+from paradec.tools.tuning.prompts import split_halves, to_questions
 from paradec.tools.tuning.scoring import PromptHalf
 
 
@@ -99,7 +99,7 @@ def without_times(data: Any) -> Any:
 
 def test_reported_scores_match_the_preset(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
     right = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers)}
-    first, second = halves(to_questions(PROMPTS, answers), SMALL["seed"])
+    first, second = split_halves(to_questions(PROMPTS, answers), SMALL["seed"])
     assert tuned.complete and tuned.setup["score"] == "answers" and len(tuned.points) > 1
     for point in tuned.points:
         for half, measured in ((first, point.choosing), (second, point.reported)):
@@ -114,7 +114,7 @@ def test_reported_scores_match_the_preset(model: Model, answers: list[list[int]]
 
 
 def test_the_choice_is_no_worse_than_hand_set_candidates(model: Model, answers: list[list[int]], tuned: Tuning) -> None:
-    first, _ = halves(to_questions(PROMPTS, answers), SMALL["seed"])
+    first, _ = split_halves(to_questions(PROMPTS, answers), SMALL["seed"])
     right = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers)}
     rows = {}
     for configuration in configurations(SMALL["samplers"]):
