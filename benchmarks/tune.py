@@ -32,7 +32,7 @@ from paradec.tools.evaluation import Configuration, configurations
 from paradec.tools.evaluation.metrics import bootstrap
 from paradec.tools.evaluation.questions import Question
 from paradec.tools.tuning import Tuning
-from paradec.tools.tuning.prompts import halves, to_questions
+from paradec.tools.tuning.prompts import split_halves, to_questions
 from paradec.tools.tuning.scoring import PromptHalf, Scorer
 
 SLOW = {"packaged": 0.1, "antibody": 0.3}
@@ -133,7 +133,7 @@ def summary(tuning: Tuning) -> list[dict[str, Any]]:
 def packaged(options: argparse.Namespace) -> dict[str, Any]:
     model, questions = paradec.load(), evaluation.packaged_questions(limit=options.limit)
     tuning = run_tune(model, questions, options)
-    first, second = halves(to_questions(questions), 0)
+    first, second = split_halves(to_questions(questions), 0)
     sizes = {"positions": model.default_max_new_tokens, "blocks": 2, "slowest": SLOW["packaged"]}
     rows = compare(tuning, model, first, second, **sizes)
     return {"trials": tuning.trials, "rows": rows}
@@ -149,7 +149,7 @@ def antibody(options: argparse.Namespace) -> dict[str, Any]:
     fit = fitting(real, [[real.facts.mask_token_id]], configurations(), LEFT_OUT, paradec.samplers.names())
     names = list(dict.fromkeys(configuration.sampler for configuration in fit))
     tuning = run_tune(model, questions, options, samplers=names, suppress_tokens=special)
-    first, second = halves(questions, 0)
+    first, second = split_halves(questions, 0)
     positions = round(sum(len(entry.truth or ()) for entry in questions) / len(questions))
     more = {"positions": positions, "blocks": 1, "slowest": SLOW["antibody"], "names": names}
     rows = compare(tuning, model, first, second, **more, suppress_tokens=special)

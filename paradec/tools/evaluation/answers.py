@@ -336,7 +336,7 @@ class Sequences(Constraint):
 def decode_choices(
     model: Any, request: Request, contexts: Sequence[tuple[list[int], list[list[int]]]], batch_size: int
 ) -> Iterator[tuple[int, Output]]:
-    """Decode one of its continuations after each context. Yields the continuation's index, and the output.
+    """Decode each context; the answer must be one of the context's continuations. Yields its index, and the output.
 
     A context takes a few forwards. Log-likelihoods of masked models take about a hundred forwards per continuation.
 

@@ -149,8 +149,8 @@ def collect(
     """Record the steps of an "extremely greedy" decoding of every prompt.
 
     Each prompt is decoded twice. The first decoding commits one token per step, the most confident. Each step of the
-    second decoding records the block's features, and which candidates equal the tokens of the first decoding; these
-    candidates are committed. If no candidate has changed since the previous step, the first decoding fills the block.
+    second decoding records the block's features, and which candidates equal the tokens of the first decoding; these are
+    committed. The first decoding fills a block whose candidates do not change, or that has had one step per mask.
 
     model: from `paradec.load` or `paradec.wrap`. prompts: texts, chats or rows of ids.
     block_length, max_new_tokens: by default the model's.
