@@ -269,7 +269,7 @@ def test_block_cache_is_refused_where_it_is_not_exact(
     )
     for module, message in (
         (BertForMaskedLM(config), "needs a model that takes a key/value cache; BertForMaskedLM does not"),
-        (copy.deepcopy(llada.module), "exact for block-causal models only: in LlamaForCausalLM a block's logits de"),
+        (copy.deepcopy(llada.module), "exact only for block-causal models: in LlamaForCausalLM a block's logits de"),
     ):
         with pytest.raises(ValueError, match=message):
             paradec.accelerate(LLaDA2Pipeline(module, BlockRefinementScheduler(block_length=BLOCK)), cache="block")
