@@ -41,7 +41,7 @@ NARROW = re.compile(r"(Flux|HunyuanVideo(TokenReplace)?|HunyuanImage|Chroma)Sing
 
 # lists of blocks that process texts or a control video, not the denoised stream
 SIDE = re.compile(r"(text|txt|context|caption|siglip|vace)(_\w+)?")
-STREAMS = ("hidden_states", "encoder_hidden_states")
+STREAMS = ("hidden_states", "encoder_hidden_states")  # streams are the arguments that blocks update
 MAIN = ("hidden_states", "gen_seq", "visual_embed", "vis", "x")  # names of the argument with the denoised stream
 # classes of blocks that return the text's tensor before the image's
 TEXT_FIRST_BLOCKS = re.compile(
@@ -106,7 +106,7 @@ def find_main_stream(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
 
 
 def find_latent(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Find the argument `hidden_states`, or the first floating tensor with two axes. Raises ValueError without one."""
+    """Find `hidden_states`, or the first floating tensor with two or more axes. Raises ValueError if there is none."""
     latent = kwargs.get("hidden_states")
     if not is_feature(latent):
         latent = next((leaf for leaf in tree_leaves((args, kwargs)) if is_feature(leaf)), None)

@@ -2,8 +2,8 @@
 
 A rule may evaluate some first blocks (its probe) and some last blocks at every step. At a forecast step the blocks in
 between return their inputs, and the last of them also adds the residual (its output minus the input of the first).
-The blocks are divided into segments with separate residuals where the shapes of the streams change, and between two
-lists of blocks if other code changes the streams there.
+Streams are the tensors that blocks update. The blocks are divided into segments with separate residuals where the
+shapes of streams change, and between two lists of blocks if other code changes the streams there.
 """
 
 from __future__ import annotations
