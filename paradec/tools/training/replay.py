@@ -92,8 +92,8 @@ def replay(
         for row in range(len(states))
         for part in build_rows(model, states, row, _select_decisions(model, states, row, shrink, writes))
     ]
-    for batch in _batches(parts, batch_size, model.pads):
-        targets, batch_logp = _log_probs(model, states, batch, scale, temperature)
+    for batch in _group_parts(parts, batch_size, model.pads):
+        targets, batch_logp = _evaluate_parts(model, states, batch, scale, temperature)
         logp = logp.index_put((targets,), batch_logp.to(logp.dtype))
     return logp if writes else logp.view(shape)
 
@@ -114,14 +114,14 @@ def check_replayed(model: Any, rollout: Any) -> None:
         why = f"{facts.name}, whose logits also depend on the order of decisions"
     if why is not None:
         raise ValueError(f"replay does not work with {why}")
-    differs = rollout.settings.get("topology", facts.topology) != facts.topology
+    is_of_other_model = rollout.settings.get("topology", facts.topology) != facts.topology
     if facts.topology == "causal":
         order = rollout.step_map.where(rollout.step_map != NEVER, torch.iinfo(torch.int64).max)
         decided_later = torch.nn.functional.pad(order, (1, 0), value=torch.iinfo(torch.int64).max)[:, :-1] > order
-        differs |= bool((decided_later & rollout.decided).any())  # not from left to right
+        is_of_other_model |= bool((decided_later & rollout.decided).any())  # not from left to right
     else:
-        differs |= not bool((rollout.suppressed == facts.mask_token_id).any(1).all())
-    if differs or int(rollout.tokens.max()) >= facts.vocab_size:
+        is_of_other_model |= not bool((rollout.suppressed == facts.mask_token_id).any(1).all())
+    if is_of_other_model or int(rollout.tokens.max()) >= facts.vocab_size:
         raise ValueError(
             f"rollout is of {rollout.settings.get('model')}, not of {facts.name}: vocabulary, mask token or topology "
             "differ"
@@ -155,14 +155,14 @@ def _select_decisions(model: Any, states: Rollout, row: int, shrink: int, writes
         step, token = states.step_map[row, positions], states.tokens[row, positions]
         targets = row * states.tokens.shape[1] + positions
     if shrink > 1:
-        step, blocks = step.clone(), _blocks(model, states, row)[positions]
+        step, blocks = step.clone(), _block_numbers(model, states, row)[positions]
         for block in blocks.unique():
             block_steps, step_index = step[blocks == block].unique(return_inverse=True)
             step[blocks == block] = block_steps[step_index // shrink * shrink]
     return _Decisions(step, positions, token, targets)
 
 
-def _writes_of_row(states: Rollout, row: int) -> Tensor:
+def _list_writes(states: Rollout, row: int) -> Tensor:
     """Return [N, 3] int64: step, position and token of every write in a row, in the order of steps."""
     if states.writes is not None:
         return states.writes[states.writes[:, 0] == row, 1:]
@@ -172,13 +172,13 @@ def _writes_of_row(states: Rollout, row: int) -> Tensor:
     return torch.stack((steps[positions], positions, states.tokens[row, positions]), 1)
 
 
-def _canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
+def _build_canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
     """Return the steps [S] of a row, and tokens [S + 1, L]: the state before each step, and the final state."""
     length, step_map = int(states.length[row]), states.step_map[row]
     positions = (step_map <= FORCED).nonzero().squeeze(1)
     # tokens that were forced before step t belong to its state, so treat them as writes of step t - 1
     forced = torch.stack((FORCED - step_map[positions] - 1, positions, states.tokens[row, positions]), 1)
-    writes = torch.cat((_writes_of_row(states, row), forced))
+    writes = torch.cat((_list_writes(states, row), forced))
     writes = writes[writes[:, 0].argsort(stable=True)]
     canvas = states.tokens[row, :length].masked_fill(states.step_map[row, :length] != GIVEN, model.facts.mask_id)
     steps, counts = writes[:, 0].unique_consecutive(return_counts=True)
@@ -188,7 +188,7 @@ def _canvases(model: Any, states: Rollout, row: int) -> tuple[Tensor, Tensor]:
     return steps, torch.stack(canvases)
 
 
-def _blocks(model: Any, states: Rollout, row: int) -> Tensor:
+def _block_numbers(model: Any, states: Rollout, row: int) -> Tensor:
     """Return [C] int64: the block number of each position; all 0 unless the model is block-causal."""
     positions = torch.arange(states.tokens.shape[1])
     if model.facts.topology != "block_causal":
@@ -205,8 +205,8 @@ def _why_not_one_row(model: Any, states: Rollout) -> str | None:
     if facts.whole_blocks:
         return f"{facts.name}, which chooses experts for whole blocks of a call"
     for row in range(len(states)):
-        writes, latest = _writes_of_row(states, row), -1
-        blocks = _blocks(model, states, row)[writes[:, 1]]
+        writes, latest = _list_writes(states, row), -1
+        blocks = _block_numbers(model, states, row)[writes[:, 1]]
         for block in blocks.unique():
             steps = writes[blocks == block, 0]
             if steps.min() <= latest:
@@ -250,7 +250,7 @@ def _causal_row(model: Any, states: Rollout, row: int, decisions: _Decisions) ->
 
 def _row_per_state(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
     """Yield a row for each state with decisions. For block-causal models it ends after the decisions' last block."""
-    (steps, canvases), blocks = _canvases(model, states, row), _blocks(model, states, row)
+    (steps, canvases), blocks = _build_canvases(model, states, row), _block_numbers(model, states, row)
     for step, canvas in zip(steps.tolist(), canvases, strict=False):
         step_decisions = _Decisions(*(field[decisions.step == step] for field in decisions))
         if len(step_decisions.positions):
@@ -270,9 +270,9 @@ def _row_with_copies(model: Any, states: Rollout, row: int, decisions: _Decision
     """Yield one row for all states: the final tokens, then a copy of the block for each of its steps."""
     if not len(decisions.positions):
         return
-    steps, canvases = _canvases(model, states, row)
+    steps, canvases = _build_canvases(model, states, row)
     length = canvases.shape[1]
-    block = _blocks(model, states, row)[:length]
+    block = _block_numbers(model, states, row)[:length]
     # copies: pairs of block and step; copy_index: each decision's copy
     copies, copy_index = torch.stack((block[decisions.positions], decisions.step), 1).unique(dim=0, return_inverse=True)
     copy_positions, tokens, begins = [torch.arange(length)], [canvases[-1]], [0]
@@ -300,7 +300,7 @@ def _row_with_copies(model: Any, states: Rollout, row: int, decisions: _Decision
     )
 
 
-def _batches(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]:
+def _group_parts(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]:
     """Group parts into calls, the longest parts first. If the model cannot pad, parts of a call have equal lengths."""
     parts = sorted(parts, key=lambda part: -len(part.tokens))
     while parts:
@@ -311,7 +311,7 @@ def _batches(parts: list[_Part], size: int, pads: bool) -> Iterator[list[_Part]]
         parts = parts[end:]
 
 
-def _log_probs(
+def _evaluate_parts(
     model: Any, states: Rollout, parts: list[_Part], scale: float, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return the indices of the parts' M decisions in the flat result, and their log-probabilities, both [M]."""
@@ -355,8 +355,9 @@ def _log_probs(
     chosen = logits[sources.to(device), columns.to(device)]
     suppressed = states.suppressed[[part.row for part in parts]][sources]
     suppressed = torch.where(suppressed < 0, chosen.shape[-1], suppressed).to(device)
-    is_out = torch.zeros((len(chosen), chosen.shape[-1] + 1), dtype=torch.bool, device=device)  # last column: padding
-    logp = (chosen.masked_fill(is_out.scatter(1, suppressed, True)[:, :-1], -torch.inf) / temperature).log_softmax(-1)
+    size = (len(chosen), chosen.shape[-1] + 1)  # the last column is for padding of `suppressed`
+    is_suppressed = torch.zeros(size, dtype=torch.bool, device=device).scatter(1, suppressed, True)[:, :-1]
+    logp = (chosen.masked_fill(is_suppressed, -torch.inf) / temperature).log_softmax(-1)
     token, targets = (
         torch.cat([getattr(part.decisions, name) for part in parts]).to(device) for name in ("token", "targets")
     )
