@@ -83,16 +83,16 @@ class ReplayedRecap(Recap):
         return self.groups[int(self.group_index(step)[0])], int(self.index_in_group(step)[0])
 
     def draw_tokens(self, state: Any, logits: torch.Tensor, query: Any, generator: Any) -> torch.Tensor:
-        group, place = self.at(state)
+        group, place = self.group_and_index(state)
         return group.first if place == 0 else logits.argmax(-1)
 
     def _redraw(self, state: Any, logits: torch.Tensor, query: Any, generator: Any) -> torch.Tensor:
-        group, place = self.at(state)
+        group, place = self.group_and_index(state)
         order = group.confidence.argsort(dim=-1, descending=True)[:, : group.draws[place].shape[1]]
         return torch.zeros_like(group.first).scatter_(1, order, group.draws[place])
 
     def position_noise(self, state: Any, generator: Any) -> torch.Tensor:
-        group, place = self.at(state)
+        group, place = self.group_and_index(state)
         return torch.exp(-torch.exp(-group.noise)) if place == 0 else torch.full_like(group.noise, 0.5)
 
 
