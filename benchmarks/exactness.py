@@ -33,7 +33,7 @@ from paradec.core.prompts import Prompts
 from paradec.core.protocol import Commit, Proposal, decode
 from paradec.core.query import Query
 from paradec.models.images.grid import Grid
-from paradec.models.own_drafts import OwnDrafts
+from paradec.models.self_drafting import SelfDrafting
 from paradec.request import Request
 from paradec.samplers.causal.drafts.stopping import Unsure
 from paradec.samplers.causal.drafts.text import TokenRecycling
@@ -129,7 +129,7 @@ class OwnDrafter(TableModel):
         if blocks:
             mask |= {"topology": "block_causal", "prediction": "same", "block_length": drafts.shape[1]}
         else:
-            self.own_drafts = OwnDrafts(drafts.shape[1] + 1)
+            self.self_drafting = SelfDrafting(drafts.shape[1] + 1)
         self.facts = replace(self.facts, **mask)
 
     @classmethod
@@ -187,7 +187,7 @@ def exact_distribution(
     length."""
     vocab = model.facts.vocab_size
     layout = [-1] * new if grid is None else grid.layout.tolist()
-    cells = range(vocab) if grid is None else grid.cells
+    cells = range(vocab) if grid is None else grid.image_ids
     possible = torch.tensor(list(itertools.product(*[cells if forced < 0 else [forced] for forced in layout])))
     probabilities = torch.ones(len(possible), dtype=torch.float64)
     branches = [prompt] if request.guidance_scale == 1 else [prompt, negative]
@@ -293,7 +293,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "guidance 2": {"guidance_scale": 2.0},
     "all": {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "guidance_scale": 1.5},
 }
-GRID = Grid(2, 2, cells=(0, 1, 2, 3), row_end=4, tail=(5,))
+GRID = Grid(2, 2, image_ids=(0, 1, 2, 3), row_end=4, tail=(5,))
 TREES: dict[str, Any] = {
     "recursive": (2, 2),
     "without_replacement": (3, 1, 1),

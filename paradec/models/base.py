@@ -91,8 +91,8 @@ class Model(Adapter):
     """For any-order models: the position of index 0 in a request's order."""
     published: PublishedCheckpoint | None = None
     """The checkpoint's files as `load` read them, for `save_pretrained`."""
-    own_drafts: Any = None
-    """Settings for drafts by the model itself (`paradec.models.own_drafts.OwnDrafts`); None if it makes none."""
+    self_drafting: Any = None
+    """Settings for drafts by the model itself (`paradec.models.self_drafting.SelfDrafting`); None if it makes none."""
     module: Any
 
     def __init__(

@@ -300,8 +300,8 @@ def is_int8(config: Mapping[str, Any]) -> bool:
 def check_stored_dtypes(
     source: str, config: Mapping[str, Any], revision: str | None, unused_suffixes: tuple[str, ...] = ()
 ) -> None:
-    """Apply `check_dtypes` to a checkpoint's weights, unless it has a `quantization_config`; transformers then checks
-    them.
+    """Apply `check_dtypes` to a checkpoint's weights. If config.json has a `quantization_config`, do nothing:
+    transformers checks the weights.
 
     unused_suffixes: endings of the names of further tensors that are not checked."""
     if config.get("quantization_config") is None:
@@ -387,7 +387,7 @@ def read_module(
         files = {"state_dict": dict(state_dict)}
     options = {name: value for name, value in options.items() if value is not None} | files
     stored: dict[str, Any] = {"quantization_config": getattr(options.get("config"), "quantization_config", None)}
-    if is_int8(stored) and options.get("dtype") == "auto":  # the scales are float32
+    if is_int8(stored) and options.get("dtype") == "auto":  # "auto" would find the float32 of the scales
         options["dtype"] = stored["quantization_config"].get("dtype") or "auto"
     if tp_plan is not None:
         options["distributed_config"] = distributed_config(tp_plan, options["config"], source)

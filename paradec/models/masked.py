@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paradec.core.checks import short_repr
-from paradec.models import lora, own_drafts
+from paradec.models import lora, self_drafting
 from paradec.models.checkpoint import (
     INT8,
     CheckpointError,
@@ -127,7 +127,7 @@ def load_masked(
     ids = (source, config, generation, tokenizer, hf_config, family, mask_token_id, block)
     facts, drafts = read_facts(*ids, has_new_base=rope_theta is not None), None
     if family.modes:
-        drafts = own_drafts.read_own_drafts(source, family, block_length, headers, revision, adapter)
+        drafts = self_drafting.read_self_drafting(source, family, block_length, headers, revision, adapter)
     attention_name = registered_attention(attn_implementation)
     if gguf is not None:
         options["state_dict"] = {name: headers[published] for name, published in names.items()}
@@ -149,7 +149,7 @@ def load_masked(
         default_attention=default_attention(attn_implementation, facts.name, facts.topology),
         attn_implementation="sdpa" if facts.topology == "causal" else attention_name,
     )
-    model.own_drafts = drafts
+    model.self_drafting = drafts
     location = os.path.abspath(source) if os.path.isdir(source) else source
     model.published = PublishedCheckpoint(location, family, config, generation, names)
     return model
@@ -244,7 +244,7 @@ def _resolve_blocks(
     """Return the family, changed to the checkpoint's topology, and the block length. Raises CheckpointError for a
     topology that does not fit the checkpoint, or an unknown block length."""
     if family.modes:
-        return own_drafts.select_mode(source, family, topology), _resolve_block_length(
+        return self_drafting.select_mode(source, family, topology), _resolve_block_length(
             source, config, family, block_length
         )
     if topology is not None and topology.startswith("causal"):

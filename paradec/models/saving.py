@@ -144,8 +144,8 @@ def _save_published(
             for code in Path(published.source).glob("*.py"):
                 shutil.copyfile(code, staging / code.name)
         adapter_folder = None if published is None else published.family.draft_adapter
-        if adapter_folder is not None and model.own_drafts.adapter is not None:
-            model.own_drafts.adapter.save(staging / adapter_folder)
+        if adapter_folder is not None and model.self_drafting.adapter is not None:
+            model.self_drafting.adapter.save(staging / adapter_folder)
         _write_json(staging / "config.json", config)
 
 
@@ -160,7 +160,7 @@ def _build_configs(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         generation = json.loads(model.module.generation_config.to_json_string())
         return json.loads(model.module.config.to_json_string()), generation
     config, generation = dict(published.config), dict(published.generation)
-    config.pop("quantization_config", None)  # the saved weights are not quantised
+    config.pop("quantization_config", None)  # that of the file that was read
     for name in ("torch_dtype", "dtype"):
         if name in config:
             config[name] = str(model.dtype).removeprefix("torch.")
@@ -209,7 +209,7 @@ STACKED = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate|up|down|gate_up)_
 
 
 @dataclass(frozen=True)
-class StackedWeight:
+class FileWeight:
     """One weight of a file, assembled from the module's weights.
 
     sources: names of the module's weights, whose rows are concatenated. index: selects a part of each; () is all."""
@@ -223,26 +223,26 @@ class StackedWeight:
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, StackedWeight]:
-    """The weights of a module's checkpoint file. Keys: names of the module, for fused weights and experts of the file.
+def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, FileWeight]:
+    """The weights of a module's checkpoint file. Keys: the module's names; for fused weights and experts, the file's.
 
     state: the module's `state_dict`, of which only sizes are read. fused: as in `paradec.models.family.Family`."""
-    weights: dict[str, StackedWeight] = {}
+    weights: dict[str, FileWeight] = {}
     for name, tensor in state.items():
         if name.endswith(GATE_UP):
             experts, inner = tensor.shape[0], tensor.shape[1] // 2
             prefix = name.removesuffix("gate_up_proj")
             for index in range(experts):
-                weights[f"{prefix}{index}.gate_proj.weight"] = StackedWeight((name,), (index, slice(0, inner)))
-                weights[f"{prefix}{index}.up_proj.weight"] = StackedWeight((name,), (index, slice(inner, None)))
+                weights[f"{prefix}{index}.gate_proj.weight"] = FileWeight((name,), (index, slice(0, inner)))
+                weights[f"{prefix}{index}.up_proj.weight"] = FileWeight((name,), (index, slice(inner, None)))
         elif name.endswith(DOWN):
             prefix = name.removesuffix("down_proj")
             for index in range(tensor.shape[0]):
-                weights[f"{prefix}{index}.down_proj.weight"] = StackedWeight((name,), (index,))
+                weights[f"{prefix}{index}.down_proj.weight"] = FileWeight((name,), (index,))
         elif (fused_weight := _find_fused(name, fused)) is not None:
-            weights[fused_weight[0]] = StackedWeight(fused_weight[1])
+            weights[fused_weight[0]] = FileWeight(fused_weight[1])
         else:
-            weights[name] = StackedWeight((name,))
+            weights[name] = FileWeight((name,))
     return weights
 
 
@@ -316,7 +316,7 @@ def _check_experts(source: str, stored_names: Collection[str], state: Mapping[st
             )
 
 
-def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict[str, StackedWeight]:
+def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict[str, FileWeight]:
     """The weights of the published file, by its names. A weight that is an alias of another is left out unless the file
     has it. Raises ValueError for quantised weights."""
     state, names = module.state_dict(), published.names
@@ -337,14 +337,14 @@ def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict
     return weights
 
 
-def _int8_weights(module: nn.Module, names: Mapping[str, str]) -> dict[str, StackedWeight]:
+def _int8_weights(module: nn.Module, names: Mapping[str, str]) -> dict[str, FileWeight]:
     """The weights of an int8 file. Keys: published names (`names`); for stacked or split weights module names."""
     tied, weights = getattr(module, "all_tied_weights_keys", None) or {}, {}
     for name in module.state_dict():
         if name not in tied:
             published = names.get(name.removesuffix("scale") + "weight", name) if name.endswith(".scale") else name
             published = names.get(name, published.removesuffix("weight") + "scale" if published != name else name)
-            weights[published] = StackedWeight((name,))
+            weights[published] = FileWeight((name,))
     return weights
 
 
@@ -352,7 +352,7 @@ def _storage_key(tensor: Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.shape
 
 
-def _make_reader(module: nn.Module, state: Mapping[str, StackedWeight]) -> Callable[[str], Tensor]:
+def _make_reader(module: nn.Module, state: Mapping[str, FileWeight]) -> Callable[[str], Tensor]:
     module_state = module.state_dict()
 
     @lru_cache(maxsize=1)  # consecutive calls read parts of the same stacked weight
@@ -415,7 +415,7 @@ def plan_writes(model: Any, state_dict: Any) -> list[tuple[Tensor, Tensor]]:
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict={short_repr(state_dict)} must be a mapping of names to tensors")
     state = model.module.state_dict()
-    known_weights = {module_name: StackedWeight((module_name,)) for module_name in state}
+    known_weights = {module_name: FileWeight((module_name,)) for module_name in state}
     if model.published is not None:
         known_weights |= published_weights(model.module, model.published)
     writes = list[tuple[Tensor, Tensor]]()

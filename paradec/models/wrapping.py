@@ -73,7 +73,7 @@ def wrap(
                 raise ValueError(
                     f"{argument}={short_repr(value)} has no meaning for {diffusion_gemma.CLASS}: leave it out"
                 )
-        canvases = diffusion_gemma.adapt_module(
+        model = diffusion_gemma.adapt_module(
             module,
             tokenizer,
             name=diffusion_gemma.CLASS,
@@ -81,7 +81,7 @@ def wrap(
             pad_token_id=pad_token_id,
             max_length=max_length,
         )
-        return join_ranks(canvases)
+        return join_ranks(model)
     registered = registered_attention(attn_implementation)
     name, adapter = type(module).__name__, _select_adapter(module)
     if topology is None and _is_causal_lm(module) and _is_plain_causal(module, prediction, mask_token_id, tokenizer):
@@ -237,7 +237,7 @@ def _check_module(module: nn.Module, config: Any, adapter: type[Model], topology
             if implementation != "sdpa" and not implementation.startswith("paradec_"):
                 raise ValueError(
                     f"config.is_causal=False removes the causal mask of {name}, and its attention {implementation!r} "
-                    "does not apply ours; call module.set_attn_implementation('sdpa') first"
+                    "does not apply paradec's; call module.set_attn_implementation('sdpa') first"
                 )
         return
     fields = {"layer_types": None, "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None)}

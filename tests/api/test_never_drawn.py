@@ -26,7 +26,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.protocol import State
 from paradec.integrations.engines.hosted import Hosted
 from paradec.models.adapter import Model
-from paradec.models.own_drafts import OwnDrafts
+from paradec.models.self_drafting import SelfDrafting
 from paradec.samplers.distributions import apply_guidance
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=", "ignore:steps=")
@@ -64,7 +64,7 @@ def model_pair(token_ids: list[int], topology: str) -> list[Model]:
         if topology == "causal":
             facts = {"topology": "causal", "prediction": "shifted", "eos_token_id": END, "mask_token_id": MASK}
             model = paradec.wrap(model.unwrap(), **facts)
-            model.own_drafts = OwnDrafts(4)
+            model.self_drafting = SelfDrafting(4)
         return with_logits(model, lambda logits: logits.index_fill_(-1, torch.tensor(token_ids), value))
 
     return [make_model(-INF), make_model(LOW)]
@@ -247,7 +247,7 @@ def model_of(kind: str) -> Model:
     topology, prediction = MODELS[kind]
     model = tiny(1, topology, prediction)
     if topology.startswith("causal"):
-        model.own_drafts = OwnDrafts(4)
+        model.self_drafting = SelfDrafting(4)
     model.codebook = lambda: torch.randn(VOCAB, 4, generator=torch.Generator().manual_seed(0))  # type: ignore[attr-defined]
 
     def prefer_mask(module: nn.Module, args: Any, output: Any) -> None:

@@ -165,10 +165,10 @@ def test_drafted_rows_do_not_depend_on_their_neighbours(name: str, drafter: str,
 
 
 GRIDS = [
-    Grid(1, 1, cells=range(2, 5)),
-    Grid(1, 3, cells=range(2, 5), tail=(1,)),
-    Grid(3, 1, cells=range(2, 5), row_end=0),
-    Grid(2, 2, cells=range(2, 5), row_end=0, head=(1,), tail=(1, 0)),
+    Grid(1, 1, image_ids=range(2, 5)),
+    Grid(1, 3, image_ids=range(2, 5), tail=(1,)),
+    Grid(3, 1, image_ids=range(2, 5), row_end=0),
+    Grid(2, 2, image_ids=range(2, 5), row_end=0, head=(1,), tail=(1, 0)),
 ]
 
 

@@ -23,7 +23,7 @@ from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.kernels.token_stats import draw
 from paradec.models.images.base import ImageModel
-from paradec.models.own_drafts import OwnDrafts
+from paradec.models.self_drafting import SelfDrafting
 from paradec.request import Request
 from paradec.samplers.causal.trees import DynamicTree
 from paradec.samplers.distributions import token_distribution
@@ -422,7 +422,7 @@ def test_causal_samplers_at_every_temperature(name: str) -> None:
         return out.new_tokens
 
     model, sampler = wrap_causal(mask_token_id=0), with_drafter(name, close_model, window=4)
-    model.own_drafts = OwnDrafts(4)
+    model.self_drafting = SelfDrafting(4)
     for temperature, filters in zip(TEMPERATURES, FILTERS, strict=True):
         tokens(temperature), tokens(temperature, **filters)
     assert torch.equal(tokens(COLD), tokens(0.0)) and torch.equal(tokens(COLD, **FILTERS[3]), tokens(0.0))

@@ -26,7 +26,7 @@ from paradec.caches.table import EXACT, REFUSED, prefix_verdict, verdict
 from paradec.core.facts import ModelFacts
 from paradec.core.rows import select_rows
 from paradec.models.adapter import Model
-from paradec.models.own_drafts import OwnDrafts
+from paradec.models.self_drafting import SelfDrafting
 from paradec.samplers.causal.drafts.stopping import Unsure
 from paradec.samplers.causal.drafts.text import PromptLookup, TokenRecycling
 from paradec.samplers.causal.jacobi import Jacobi
@@ -182,7 +182,7 @@ WITH_MORE_STATE = {
 @pytest.mark.parametrize("name", [*WITHOUT_DRAFTER, *DRAFTING, *WITH_MORE_STATE])
 def test_causal_rows(models: dict[str, Model], name: str, temperature: float, guidance: float) -> None:
     model = model_of(models, "causal")
-    model.own_drafts = OwnDrafts(4)
+    model.self_drafting = SelfDrafting(4)
     draw = random.Random(f"{name} {temperature} {guidance}")
     rows, lengths = prompts(draw, 7), [draw.choice((3, 9)) for _ in range(7)]
     if name in DRAFTING:

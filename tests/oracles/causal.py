@@ -60,7 +60,7 @@ def zipar_by_hand(module: LlamaForCausalLM, prompt: list[int], grid: Grid, windo
             positions = torch.tensor([[*range(len(prompt)), *(len(prompt) + offset for offset in order)]])
             with torch.inference_mode():
                 logits = module(ids, position_ids=positions).logits[0, -1]
-            tokens[cell] = max(grid.cells, key=lambda token_id: float(logits[token_id]))
+            tokens[cell] = max(grid.image_ids, key=lambda token_id: float(logits[token_id]))
         known |= tokens
         for row in range(grid.height):
             if done[row] == grid.width and grid.row_end is not None:

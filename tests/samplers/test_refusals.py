@@ -302,8 +302,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (lambda: samplers.SJD().start(TableModel.random(9, seed=0), [1, 2], grid=GRID), "grid", "vocabulary"),
         (lambda: samplers.SJD().start(TableModel.random(10, seed=0), [1, 2], grid=GRID, max_new_tokens=7), "=7"),
         *(
-            (lambda fields=fields: Grid(**{"height": 2, "width": 2, "cells": range(4)} | fields), next(iter(fields)))
-            for fields in ({"height": 0}, {"width": 1.5}, {"cells": ()}, {"cells": (1, 1)}, {"row_end": -1})
+            (lambda fields=fields: Grid(**dict(height=2, width=2, image_ids=range(4)) | fields), next(iter(fields)))
+            for fields in ({"height": 0}, {"width": 1.5}, {"image_ids": ()}, {"image_ids": (1, 1)}, {"row_end": -1})
         ),
     ],
     "any order": [

@@ -14,7 +14,7 @@ from small_models import wrap_causal as causal
 
 import paradec
 from paradec import samplers
-from paradec.models.own_drafts import OwnDrafts
+from paradec.models.self_drafting import SelfDrafting
 from paradec.samplers.causal.drafts.text import PromptLookup
 from paradec.samplers.causal.speculative import Speculative
 from paradec.samplers.distributions import filter_logits
@@ -55,10 +55,10 @@ def apply_controls(logits: Sequence[float], prompt: list[int], answer: list[int]
 # ---- causal models ---------------------------------------------------------------------------------------------------
 
 
-def _own_drafts() -> tuple[Any, Any]:
+def _self_drafting() -> tuple[Any, Any]:
     facts = {"topology": "causal", "prediction": "shifted", "eos_token_id": END, "mask_token_id": MASK}
     model = paradec.wrap(tiny(2).unwrap(), **facts)
-    model.own_drafts = OwnDrafts(4)
+    model.self_drafting = SelfDrafting(4)
     return samplers.create("self_speculative"), model
 
 
@@ -70,7 +70,7 @@ METHODS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "tree": lambda: (Speculative(drafter=close_model(), tree=(2, 2, 1)), causal()),
     "lookup": lambda: (Speculative(drafter=PromptLookup(5, 2)), causal()),
     "recycling": lambda: (Speculative(drafter="token_recycling", rule="naive"), causal()),
-    "self_speculative": _own_drafts,
+    "self_speculative": _self_drafting,
 }
 
 

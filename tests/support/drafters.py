@@ -109,7 +109,7 @@ def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
 
 
 TableModel = exactness.TableModel
-GRID = Grid(3, 3, cells=range(2, 8), row_end=8, head=(0,), tail=(9, 1))
+GRID = Grid(3, 3, image_ids=range(2, 8), row_end=8, head=(0,), tail=(9, 1))
 
 
 class RecordingModel:

@@ -78,7 +78,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     (batch, heads, _, width), (_, key_heads, keys, _) = query.shape, key.shape
     device, count, total = query.device, tiles.block.shape[1], -(-keys // size)
     block_lists, counts = lists_of(query, index, tiles, rows, total, size)
-    # flattened to one entry per item below
+    # from here on, tensors have one entry per row, head and tile
     block_lists, counts = block_lists.flatten(0, 2).long(), counts.flatten()
     owner = torch.arange(batch, device=device)[:, None] * key_heads
     owner = owner + torch.arange(heads, device=device) * key_heads // heads

@@ -95,7 +95,7 @@ def _partial_kernel(
     m = tl.full((), float("-inf"), tl.float32)
     second = tl.full((), float("-inf"), tl.float32)
     best = tl.full((), -1, tl.int32)
-    # sums per lane leave out the best token so far; the former sums hold the tokens that were best before
+    # lane_* leave out the best token so far; former_* hold the tokens that were the best earlier
     lane_sum = tl.zeros((BLOCK,), tl.float32)
     lane_weight = tl.zeros((BLOCK,), tl.float32)
     former_sum = tl.full((), 0.0, tl.float32)

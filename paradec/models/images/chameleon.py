@@ -76,7 +76,7 @@ class ChameleonModel(TextToImageModel):
         size = module.config.vq_config.num_embeddings
         check_codebook(vq, size, self.facts.name)
         self.layout, self.vq = layout, vq
-        self.cells = order_ids(module.model.vocabulary_mapping.img2bpe, size, "vocabulary_map")
+        self.image_ids = order_ids(module.model.vocabulary_mapping.img2bpe, size, "vocabulary_map")
         self.scale = self.scale if vq is None else vq.config.scale
         self.defaults = {**self.defaults, "guidance_scale": layout.guidance_scale, "top_k": layout.top_k}
 
@@ -92,7 +92,7 @@ class ChameleonModel(TextToImageModel):
             sides.append(side)
         tail = (layout.end,) if layout.end_of_text is None else (layout.end, layout.end_of_text)
         rows, columns = sides
-        return self._check_length(Grid(rows, columns, self.cells, row_end=layout.row_end, tail=tail), self.scale)
+        return self._check_length(Grid(rows, columns, self.image_ids, row_end=layout.row_end, tail=tail), self.scale)
 
     def opening(self, grid: Grid) -> list[int]:
         """The ids between a caption and the picture's first token: the start token, and the size if the layout states
@@ -100,8 +100,8 @@ class ChameleonModel(TextToImageModel):
         layout = self.layout
         if layout.first_size is None:
             return [layout.start]
-        pixels = (side * self.scale // PIXELS_PER_SIZE for side in (grid.height, grid.width))
-        return [layout.start, *(layout.first_size + size for size in pixels)]
+        sizes = (side * self.scale // PIXELS_PER_SIZE for side in (grid.height, grid.width))
+        return [layout.start, *(layout.first_size + size for size in sizes)]
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
         height, width = grid.height * self.scale, grid.width * self.scale
@@ -118,7 +118,7 @@ class ChameleonModel(TextToImageModel):
         return self.module.model
 
     def codebook(self) -> Tensor | None:
-        return super().codebook() if self.vq is None else self._codes_of_ids(self.vq.quantize.codes, self.cells)
+        return super().codebook() if self.vq is None else self._codes_of_ids(self.vq.quantize.codes, self.image_ids)
 
     def check_decodes(self) -> None:
         if self.vq is None:

@@ -19,7 +19,7 @@ from paradec.models.images.vq import check_codebook
 from paradec.models.weights import NESTED
 
 SECOND_STAGES = {1024: 5, 1280: 4, 1536: 4}
-"""The published students' second stage and `split`, by their widths (d16, d20, d24)."""
+"""Width of a published student (d16, d20, d24) -> its second stage, which is also its `split`."""
 EXTRA_WEIGHTS = ("n_d_embed.weight", "layerwise_n_d_embed.0.weight", "final_layer_conti.linear.weight")
 
 
@@ -57,8 +57,8 @@ class DistilledVARModel(ScalePictures, DistilledModel):
     """The adapter of a `DistilledVAR`. Its stages (`Stages`) are scales: K(t) counts the tokens of the first t scales.
 
     vq: the multi-scale VQ autoencoder of its teacher.
-    defaults: `steps` of requests (1 or 2), and with a teacher `guidance_scale` (3 is the public code's cfg of 2),
-        `top_k`, `top_p`, `temperature`.
+    defaults: `steps` of requests (1 or 2); if there is a teacher, also `top_k`, `top_p`, `temperature` and
+        `guidance_scale` (3 is the public code's cfg of 2).
     second, split: see `paradec.models.images.distilled.Stages`; None: as published, or else half of the scales.
     Raises TypeError for another kind of module or autoencoder, ValueError for a codebook of the wrong size, a wrong
     stage or an unknown default."""

@@ -24,7 +24,7 @@ class Emu3Model(TextToImageModel):
     def __init__(self, module: Any, tokenizer: Any = None, name: str | None = None):
         super().__init__(module, module.config.get_text_config().vocab_size, tokenizer, name)
         self.vq, size = module.model.vqmodel, module.config.vq_config.codebook_size
-        self.cells = order_ids(module.vocabulary_mapping.img2bpe, size, "vocabulary_map")
+        self.image_ids = order_ids(module.vocabulary_mapping.img2bpe, size, "vocabulary_map")
         self.row_end = self._token("<|extra_200|>")
         eos = self.text_config.eos_token_id
         eos = next(iter(eos), None) if isinstance(eos, (list, tuple)) else eos
@@ -44,7 +44,7 @@ class Emu3Model(TextToImageModel):
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
         rows = pixels_to_codes("height", height, DEFAULT_SIDE, self.scale)
         columns = pixels_to_codes("width", width, DEFAULT_SIDE, self.scale)
-        return self._check_length(Grid(rows, columns, self.cells, row_end=self.row_end, tail=self.tail), self.scale)
+        return self._check_length(Grid(rows, columns, self.image_ids, row_end=self.row_end, tail=self.tail), self.scale)
 
     def _prompt(self, text: str, grid: Grid) -> list[int]:
         start, token = "<|image start|>", "<|image token|>"

@@ -117,7 +117,7 @@ class GlmImageModel(TextToImageModel):
                 f"the codebook has {config.vq_config.num_embeddings} entries; {self.facts.name} has "
                 f"{self.facts.vocab_size} ids"
             )
-        self.cells = range(config.vq_config.num_embeddings)
+        self.image_ids = range(config.vq_config.num_embeddings)
         self.start, self.end = config.image_start_token_id, config.image_end_token_id
 
     def grid(self, height: int | None = None, width: int | None = None) -> PreviewGrid:
@@ -132,7 +132,7 @@ class GlmImageModel(TextToImageModel):
         return self.make_grid(large, small)
 
     def make_grid(self, large: tuple[int, int], small: tuple[int, int] | None) -> PreviewGrid:
-        return PreviewGrid(*large, self.cells, preview=small or (0, 0))
+        return PreviewGrid(*large, self.image_ids, preview=small or (0, 0))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
         """Make a request. conditions: one or several captions, or rows of ids of prompts up to the picture's start."""

@@ -18,13 +18,13 @@ class Grid:
     """The layout of all tokens after the prompt: `head`, then `height` rows of `width` image tokens, each followed by
     `row_end` unless None, then `tail`. Offsets count from the end of the prompt. Samplers choose only the image tokens.
 
-    cells: ids of image tokens, in the order of the codebook: `cells[c]` is the id of code c.
+    image_ids: ids of image tokens, in the order of the codebook: `image_ids[c]` is the id of code c.
     row_end: id after every row, or None. head, tail: ids before the first row and after the last.
     Raises ValueError for an argument out of its range."""
 
     height: int
     width: int
-    cells: Sequence[int]
+    image_ids: Sequence[int]
     row_end: int | None = None
     head: tuple[int, ...] = ()
     tail: tuple[int, ...] = ()
@@ -33,15 +33,17 @@ class Grid:
         for name in ("height", "width"):
             check_int(name, getattr(self, name), low=1)
         check_int("row_end", self.row_end, low=0, none=True)
-        object.__setattr__(self, "cells", self.cells if isinstance(self.cells, range) else tuple(self.cells))
-        if len(self.cells) == 0:
-            raise ValueError("cells is empty; give the ids of the image tokens")
-        for name in ("cells", "head", "tail"):
+        object.__setattr__(
+            self, "image_ids", self.image_ids if isinstance(self.image_ids, range) else tuple(self.image_ids)
+        )
+        if len(self.image_ids) == 0:
+            raise ValueError("image_ids is empty; give the ids of the image tokens")
+        for name in ("image_ids", "head", "tail"):
             ids = getattr(self, name)
             for entry in (min(ids), max(ids)) if isinstance(ids, range) else ids:
                 check_int(name, entry, low=0)
-        if len(set(self.cells)) != len(self.cells):
-            raise ValueError(f"cells={short_repr(self.cells)} has an id twice")
+        if len(set(self.image_ids)) != len(self.image_ids):
+            raise ValueError(f"image_ids={short_repr(self.image_ids)} has an id twice")
 
     @property
     def stride(self) -> int:
@@ -74,22 +76,22 @@ class Grid:
 
     def allowed(self, vocab_size: int) -> Tensor:
         """[vocab_size] bool: whether an id is an image token's. Raises ValueError for ids outside the vocabulary."""
-        ids = [*self.cells, *self.head, *self.tail] + ([] if self.row_end is None else [self.row_end])
+        ids = [*self.image_ids, *self.head, *self.tail] + ([] if self.row_end is None else [self.row_end])
         if max(ids) >= vocab_size:
             raise ValueError(f"the grid holds id {max(ids)}, outside the vocabulary (0 to {vocab_size - 1})")
         mask = torch.zeros(vocab_size, dtype=torch.bool)
-        mask[torch.tensor(self.cells)] = True
+        mask[torch.tensor(self.image_ids)] = True
         return mask
 
     def codes(self, tokens: Tensor) -> Tensor:
-        """Codebook indices [B, height, width] int64 of sequences [B, length]. Raises ValueError for ids not in
-        `cells`."""
-        cells = torch.tensor(self.cells, device=tokens.device)
-        order = cells.argsort()
+        """Codebook indices [B, height, width] int64 of sequences [B, length]. Raises ValueError for ids that are not in
+        `image_ids`."""
+        image_ids = torch.tensor(self.image_ids, device=tokens.device)
+        order = image_ids.argsort()
         cell_ids = tokens[:, self.cell_offsets.to(tokens.device)]
-        index = torch.searchsorted(cells[order], cell_ids).clamp(max=len(cells) - 1)
-        if (cells[order][index] != cell_ids).any():
-            raise ValueError("a token in the image is not one of the grid's cells")
+        index = torch.searchsorted(image_ids[order], cell_ids).clamp(max=len(image_ids) - 1)
+        if (image_ids[order][index] != cell_ids).any():
+            raise ValueError("an id in the image is not in the grid's image_ids")
         return order[index].unflatten(1, (self.height, self.width))
 
 

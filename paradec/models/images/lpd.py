@@ -368,7 +368,7 @@ def ranked_logits(module: Any, query: RankedQuery, store: Any) -> Tensor:
         uncond_tokens.masked_fill_(uncond_tokens > blank, blank + 1 + module.config.num_classes)
     slots = slots.repeat(query.branches, 1)
     call = StoreCall(row_index, slots, index, query.store.visible_length, step=query.store.step)
-    # the query's positions are ranks, like the slots: the store then hides the slots that this call evaluates
+    # positions of `call_query` are ranks, like slots: so the store hides stored tokens that this call evaluates again
     call_query = Query(query.rows, tokens, ranks, valid=valid, visible=visible, store=call, branches=query.branches)
     cache = store.bind(call_query)
     mask, _ = store.visible(call_query)

@@ -68,7 +68,7 @@ class TextToImageModel(ImageModel):
         return self.module.lm_head(hidden)
 
     def codebook(self) -> Tensor | None:
-        return self._codes_of_ids(self.module.model.vqmodel.quantize.embedding.weight, self.cells)
+        return self._codes_of_ids(self.module.model.vqmodel.quantize.embedding.weight, self.image_ids)
 
     # ---- shared ---------------------------------------------------------------------------------------------------
 

@@ -86,16 +86,16 @@ class SelfSpeculative(CausalSampler):
     def check_model(self, model: Any) -> None:
         """Raise TypeError for a model of another kind, ValueError for a model without masks or a requested adapter."""
         Sampler.check_model(self, model)
-        facts, own_drafts = model.facts, getattr(model, "own_drafts", None)
+        facts, self_drafting = model.facts, getattr(model, "self_drafting", None)
         reason = None
         if facts.topology in ("causal", "causal_context"):
-            if own_drafts is None or facts.mask_token_id is None:
+            if self_drafting is None or facts.mask_token_id is None:
                 reason = "it has no masked mode or no mask id"
         elif facts.topology != "block_causal":
             reason = f"it is {facts.topology.replace('_', '-')}"
         elif facts.whole_blocks:
             reason = "it chooses experts for whole blocks, and the verified blocks differ from its own"
-        elif own_drafts is not None:
+        elif self_drafting is not None:
             reason = "in this mode it is not causal: load it with topology='causal' or with the default"
         if reason is None and not (model.supports_store and model.supports_visibility and model.pads):
             reason = "it supports no key/value store with attention masks"
@@ -104,12 +104,12 @@ class SelfSpeculative(CausalSampler):
                 f"sampler {self.name!r} needs a model that also decodes blocks of masks (Nemotron-Labs-Diffusion, or a "
                 f"block-causal one); {facts.name} cannot: {reason}"
             )
-        if self.adapter and (own_drafts is None or own_drafts.adapter is None):
+        if self.adapter and (self_drafting is None or self_drafting.adapter is None):
             raise ValueError(f"adapter=True: {facts.name} has no adapter for drafts")
 
     def num_slots(self, model: Any, num_new: int) -> int:
-        own_drafts = getattr(model, "own_drafts", None)
-        block = model.facts.block_length if own_drafts is None else own_drafts.block_length
+        self_drafting = getattr(model, "self_drafting", None)
+        block = model.facts.block_length if self_drafting is None else self_drafting.block_length
         return min(self.window or block, num_new)
 
     def open(self, state: CausalState, model: Any) -> None:
@@ -190,11 +190,11 @@ class SelfSpeculative(CausalSampler):
         drafting = state.drafting
         model: Any = drafting.model
         query = _make_draft_query(state, rows, tokens)
-        own_drafts = getattr(model, "own_drafts", None)
+        self_drafting = getattr(model, "self_drafting", None)
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if self.adapter is not False and own_drafts is not None and own_drafts.adapter is not None:
-                stack.enter_context(own_drafts.adapter.apply_to(model.module))
+            if self.adapter is not False and self_drafting is not None and self_drafting.adapter is not None:
+                stack.enter_context(self_drafting.adapter.apply_to(model.module))
             logits = model(query, state.store)
         drafting.nfe += Cost([query], state.batch).nfe
         return read_logits(state, [logits], [query])

@@ -153,7 +153,7 @@ def test_models_and_pipelines_load(tmp_path: Any) -> None:
     (tmp_path / "vision_language_encoder").symlink_to(RECORDED / "model", target_is_directory=True)
     (tmp_path / "model_index.json").write_text('{"_class_name": "GlmImagePipeline"}')
     actual = paradec.load(tmp_path, dtype="float64")
-    assert actual.dtype == torch.float64 and actual.defaults["top_p"] == 0.75 and actual.cells == range(64)
+    assert actual.dtype == torch.float64 and actual.defaults["top_p"] == 0.75 and actual.image_ids == range(64)
     assert actual.codebook().shape == (72, 16) and actual.codebook()[64:].isnan().all()
 
 

@@ -90,7 +90,7 @@ def test_emu3_equals_transformers() -> None:
 
         def allowed(batch: int, tokens: Tensor, start: int = len(prompt)) -> list[int]:
             forced = int(grid.layout[min(len(tokens) - start, grid.length - 1)])
-            return list(grid.cells) if forced < 0 else [forced]
+            return list(grid.image_ids) if forced < 0 else [forced]
 
         guidance = {"negative_prompt_ids": negative, "negative_prompt_attention_mask": torch.ones_like(negative)}
         arguments = guidance | {"guidance_scale": 3.0, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
@@ -108,14 +108,14 @@ def test_chameleon_gives_finite_logits_of_image_tokens() -> None:
     theirs = model.module(torch.tensor([tokens])).logits[0, -1]
     ours = last_logits(model, 0, tokens)
     is_image = torch.zeros(len(ours), dtype=torch.bool)
-    is_image[torch.tensor(model.cells)] = True
+    is_image[torch.tensor(model.image_ids)] = True
     assert torch.allclose(ours[~is_image], theirs[~is_image], atol=1e-12)
     assert (theirs[is_image] == torch.finfo(theirs.dtype).min).all() and (ours[is_image].abs() < 1e3).all()
 
 
 def test_chameleon_maps_tokens_to_codes() -> None:
     model, grid, _, _ = small_grid("lumina-mgpt")
-    assert len(model.cells) == CODES and model.cells[0] == 7 and model.cells[1] == 12
+    assert len(model.image_ids) == CODES and model.cells[0] == 7 and model.cells[1] == 12
     tokens = grid.layout.clone().unsqueeze(0)
     tokens[tokens < 0] = 12
     assert (grid.codes(tokens) == 1).all()
@@ -131,7 +131,7 @@ def test_lumina_has_the_published_layout() -> None:
     assert model.opening(grid) == [40, 51, 52]
     refuses(lambda: model.grid(24, 64), "height=24 must be a multiple of 32")
     # the published model has 2357 tokens from start to end for 768 x 768 pixels
-    rows = Grid(48, 48, cells=range(4, 8196), row_end=LUMINA_MGPT.row_end, tail=(LUMINA_MGPT.end, 8710))
+    rows = Grid(48, 48, image_ids=range(4, 8196), row_end=LUMINA_MGPT.row_end, tail=(LUMINA_MGPT.end, 8710))
     assert 3 + rows.length == 2357
 
 

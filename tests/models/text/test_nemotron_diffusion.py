@@ -113,7 +113,7 @@ def logits_of_case(model: Model, folder: Path, case: dict[str, Any]) -> Tensor:
     mask = None if is_causal else True if not case["causal"] else causal_mask(count)
     if not case["adapter"]:
         return evaluate(model, ids, start, store, mask, is_causal)
-    with model.own_drafts.adapter.apply_to(model.module):
+    with model.self_drafting.adapter.apply_to(model.module):
         return evaluate(model, ids, start, store, mask, is_causal)
 
 
@@ -341,7 +341,7 @@ def test_facts_come_from_the_files(tmp_path: Path) -> None:
     config = json.loads((FOLDERS[0] / "config.json").read_text())
     for topology in (None, "causal", "block_causal"):
         model = model_of(FOLDERS[0], topology)
-        facts, drafts = model.facts, model.own_drafts
+        facts, drafts = model.facts, model.self_drafting
         assert facts.topology == (topology or "causal_context")
         assert facts.prediction == ("shifted" if topology == "causal" else "same")
         assert facts.block_length == (None if topology == "causal" else config["block_size"])
@@ -390,7 +390,7 @@ def test_saving_keeps_facts_and_adapter(tmp_path: Path, topology: str | None) ->
     for mode in (None, "causal"):
         repeated, before = paradec.load(tmp_path, topology=mode, dtype="float64"), model_of(FOLDERS[0], mode)
         assert repeated.facts == paradec.core.facts.ModelFacts(**vars(before.facts) | {"name": repeated.facts.name})
-        for name, (down, up, scale) in before.own_drafts.adapter.products.items():
-            product = repeated.own_drafts.adapter.products[name]
+        for name, (down, up, scale) in before.self_drafting.adapter.products.items():
+            product = repeated.self_drafting.adapter.products[name]
             assert torch.equal(product[0], down) and torch.equal(product[1], up) and product[2] == scale
     assert (FOLDERS[0] / "linear_spec_lora").is_dir() == (tmp_path / "linear_spec_lora").is_dir()

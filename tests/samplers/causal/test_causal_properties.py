@@ -17,7 +17,7 @@ from small_models import wrap_causal as causal
 import paradec
 from paradec import samplers
 from paradec.core.protocol import decode
-from paradec.models.own_drafts import OwnDrafts
+from paradec.models.self_drafting import SelfDrafting
 from paradec.samplers.causal.drafts.stopping import Unsure
 from paradec.samplers.causal.drafts.text import PromptLookup
 from paradec.samplers.causal.loop import CausalSampler
@@ -76,7 +76,7 @@ def create_sampler_and_model(name: str) -> tuple[CausalSampler, Any]:
         return samplers.create("self_speculative", rule="match"), tiny(2, topology, prediction)
     facts = {"topology": topology, "prediction": prediction, "eos_token_id": END, "mask_token_id": MASK}
     model = paradec.wrap(tiny(2).unwrap(), **facts)
-    model.own_drafts = OwnDrafts(4)
+    model.self_drafting = SelfDrafting(4)
     return samplers.create("self_speculative"), model
 
 

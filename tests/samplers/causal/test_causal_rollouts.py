@@ -15,7 +15,7 @@ from structured import CASES, case_names, causal_model_of
 import paradec
 from paradec.core.rollouts import Rollout
 from paradec.models.adapter import Model
-from paradec.models.own_drafts import OwnDrafts
+from paradec.models.self_drafting import SelfDrafting
 from paradec.samplers import create
 from paradec.samplers.causal.trees import DynamicTree
 
@@ -29,7 +29,7 @@ def causal(layers: int = 2, dtype: torch.dtype = torch.float64) -> Model:
     module = tiny(layers).unwrap().to(dtype)
     facts = {"topology": "causal", "prediction": "shifted", "eos_token_id": END, "mask_token_id": MASK}
     model = paradec.wrap(module, **facts)
-    model.own_drafts = OwnDrafts(4)
+    model.self_drafting = SelfDrafting(4)
     return model
 
 

@@ -356,7 +356,7 @@ def test_the_layout_of_a_grid_and_its_codes() -> None:
     tokens = torch.tensor([[0, 2, 3, 4, 8, 5, 6, 7, 8, 2, 2, 2, 8, 9, 1]])
     assert GRID.codes(tokens).tolist() == [[[0, 1, 2], [3, 4, 5], [0, 0, 0]]]
     tokens[0, 1] = 9
-    with pytest.raises(ValueError, match="not one of the grid's cells"):
+    with pytest.raises(ValueError, match="not in the grid's image_ids"):
         GRID.codes(tokens)
 
 

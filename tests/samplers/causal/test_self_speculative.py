@@ -19,7 +19,7 @@ from torch import Tensor
 
 import paradec
 from paradec.models.base import Model
-from paradec.models.own_drafts import OwnDrafts
+from paradec.models.self_drafting import SelfDrafting
 from paradec.samplers.causal.self_speculative import SelfSpeculative
 
 PROMPTS = [[3, 1, 2, 5], [4], [2, 6, 1, 7, 9, 8, 3, 3, 5]]
@@ -37,7 +37,7 @@ def causal(seed: int = 0) -> Model:
     torch.manual_seed(seed)
     facts = {"topology": "causal", "prediction": "shifted", "eos_token_id": END, "mask_token_id": MASK}
     model = paradec.wrap(tiny(2).unwrap(), **facts)
-    model.own_drafts = OwnDrafts(4)
+    model.self_drafting = SelfDrafting(4)
     return model
 
 

@@ -102,7 +102,7 @@ def test_modules_without_padding_get_rows_of_equal_length() -> None:
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
 @pytest.mark.parametrize("row_end", [None, 8])
 def test_zipar_equals_a_plain_loop(window: int, row_end: int | None) -> None:
-    grid = Grid(4, 4, cells=range(2, 8), row_end=row_end, head=(0,), tail=(9, 1))
+    grid = Grid(4, 4, image_ids=range(2, 8), row_end=row_end, head=(0,), tail=(9, 1))
     module = tiny_llama(layers=1)
     model, sampler = wrap_causal(module), paradec.samplers.create("zipar", window=window)
     tokens, state = decode_answers(sampler, model, PROMPTS, grid=grid, temperature=0)
@@ -114,7 +114,7 @@ def test_zipar_equals_a_plain_loop(window: int, row_end: int | None) -> None:
 
 
 def test_zipar_with_a_full_window_equals_token_by_token_decoding() -> None:
-    grid, model = Grid(3, 4, cells=range(2, 8), row_end=8), wrap_causal()
+    grid, model = Grid(3, 4, image_ids=range(2, 8), row_end=8), wrap_causal()
     request: dict[str, Any] = {"grid": grid, "temperature": 0, "guidance_scale": 2.0, "negative_prompt": [[1, 2, 3]]}
     sampler = paradec.samplers.create("zipar", window=4)
     expected, _ = decode_answers(create_sampler("sjd, token by token"), model, PROMPTS, **request)

@@ -74,7 +74,7 @@ class PriorSession(PipelineSession):
                 raise ValueError(
                     f"{name}={short_repr(getattr(config, name))} of {ENCODER}'s generation config is not read"
                 )
-        if any(token in self.model.cells for token in getattr(config, "suppress_tokens", None) or ()):
+        if any(token in self.model.image_ids for token in getattr(config, "suppress_tokens", None) or ()):
             raise ValueError(f"suppress_tokens of {ENCODER}'s generation config must not contain codes")
         greedy = self.arguments.get("temperature", 1.0 if do_sample else 0.0) == 0
         defaults = {"temperature": 0.0} if greedy else {name: getattr(config, name, None) for name in SAMPLING_SETTINGS}

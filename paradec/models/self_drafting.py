@@ -20,7 +20,7 @@ from paradec.models.lora import CONFIG, LoRA, read_lora
 
 
 @dataclass(frozen=True)
-class OwnDrafts:
+class SelfDrafting:
     """Settings of a model that decodes token by token, and drafts by filling blocks of masks (`facts.mask_token_id`).
 
     block_length: the block length of the model's training; a block includes the last accepted token.
@@ -72,14 +72,14 @@ def select_mode(source: str, family: Family, topology: str | None) -> Family:
     return replace(family, modes=(mode,), prediction=prediction, block_align=align)
 
 
-def read_own_drafts(
+def read_self_drafting(
     source: str,
     family: Family,
     block_length: int | None,
     headers: Mapping[str, StoredTensor],
     revision: str | None,
     adapter: LoRA | None,
-) -> OwnDrafts:
+) -> SelfDrafting:
     """Read the settings for drafts. adapter: replaces the checkpoint's. Raises CheckpointError for a wrong adapter."""
     if adapter is None and family.draft_adapter is not None:
         if fetch(source, f"{family.draft_adapter}/{CONFIG}", revision) is not None:
@@ -93,4 +93,4 @@ def read_own_drafts(
             products[module_name] = (down, up, layer.scaling["default"])
         draft_adapter = DraftAdapter((adapter.file.with_name(CONFIG), adapter.file), products)
     assert block_length is not None  # families with modes always have one
-    return OwnDrafts(block_length, draft_adapter)
+    return SelfDrafting(block_length, draft_adapter)
