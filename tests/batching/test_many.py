@@ -310,7 +310,7 @@ def generate_both_ways(model: Any, prompts: list[Any], batch_size: int = 2, **re
 @pytest.mark.thinned
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("name", ["sjd", "scd", "sjd_pac", "jacobi", "gsd", "lantern", "speculative"])
-def test_autoregressive_pictures_are_those_of_the_whole_list(llamagen: LlamaGenModel, name: str, scale: float) -> None:
+def test_autoregressive_images_equal_generate_images(llamagen: LlamaGenModel, name: str, scale: float) -> None:
     settings = {"drafter": tiny_llamagen(seed=1)} if name == "speculative" else {"window": 5}
     request = {"sampler": samplers.create(name, **settings), "guidance_scale": scale, "temperature": 0.9, "seed": 4}
     assert_same_images(*generate_both_ways(llamagen, LABELS, **request))
@@ -332,7 +332,7 @@ def test_captions_move_with_their_rows(scale: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["maskgit", "recap", "halton", "threshold", "wino"])
-def test_masked_pictures_are_those_of_the_whole_list(masked: MaskedImageModel, name: str) -> None:
+def test_masked_images_equal_generate_images(masked: MaskedImageModel, name: str) -> None:
     request = {"sampler": name, "guidance_scale": 2.0, "temperature": 1.0, "seed": 4}
     request |= {"steps": 4} if samplers.registry.get(name).uses_steps else {}
     outs, expected = generate_both_ways(masked, CLASSES, batch_size=3, **request)
@@ -377,8 +377,8 @@ def test_prompts_may_have_different_negative_prompts() -> None:
 def test_errors_end_only_their_image(llamagen: LlamaGenModel) -> None:
     model = failing_llamagen(llamagen, nan_label=8)
     request = {"seed": 4, "output_type": "pt"}
-    bad = [10, "a cat", [1, 2], {"prompt": 1, "max_new_tokens": 3}, {"prompt": 1, "trace": True}, 8]
-    outs = list(generate_many(model, [*LABELS[:2], *bad, *LABELS[2:]], batch_size=2, **request))
+    refused = [10, "a cat", [1, 2], {"prompt": 1, "max_new_tokens": 3}, {"prompt": 1, "trace": True}, 8]
+    outs = list(generate_many(model, [*LABELS[:2], *refused, *LABELS[2:]], batch_size=2, **request))
     errors = ["class_labels=10 must be", "class_labels='a cat'", "2 rows", "max_new_tokens=3 has", "trace=True", "NaN"]
     for out, error in zip(outs[2:8], errors, strict=True):
         assert error in str(out.error) and out.images is None and out.codes is None

@@ -148,7 +148,9 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("scale", "sampling"), [(1.0, {}), (3.0, {}), (3.0, {"temperature": 0.7, "top_k": 5})])
 @pytest.mark.parametrize(("start", "split"), [(0, 9), (2, 9), (4, 1), (2, 0)])
 @torch.no_grad()
-def test_with_a_teacher_it_is_a_plain_loop(start: int, split: int, scale: float, sampling: dict[str, Any]) -> None:
+def test_decoding_with_a_teacher_equals_a_plain_loop(
+    start: int, split: int, scale: float, sampling: dict[str, Any]
+) -> None:
     """The plain loop evaluates the teacher's whole sequence for every token; the reference has no guidance of 1."""
     student, teacher = tiny_student(), tiny_llamagen()
     sampler = Distilled(t_list=(0, 6), split=split, teacher=teacher, teacher_start=start)
@@ -190,7 +192,7 @@ def test_rows_begin_with_different_noise() -> None:
     assert len(noise.unique()) == len(noise)  # copies of a row differ
 
 
-def test_a_drawn_picture_is_the_teacher_s() -> None:
+def test_an_image_decoded_by_the_teacher_alone_equals_the_teacher_s() -> None:
     student, teacher = tiny_student(), tiny_llamagen()
     sampler, states = Distilled(t_list=(0, 16), teacher=teacher), []
 
@@ -208,7 +210,7 @@ def test_a_drawn_picture_is_the_teacher_s() -> None:
     assert states[0][0].teacher.store.nbytes == 0  # it is freed
 
 
-def test_pictures_and_their_traces() -> None:
+def test_images_and_their_traces() -> None:
     student = tiny_student()
     out = paradec.generate_images(student, class_labels=[1, 2], seed=0, output_type="pt", trace=True)
     assert out.images.shape == (2, 3, 8, 8) and out.row_nfe == [2, 2] and out.codes is None
@@ -330,7 +332,7 @@ def test_the_teacher_s_prefix(masked: bool) -> None:
         assert torch.allclose(logits, guided_logits, atol=1e-9) == masked
 
 
-def test_a_picture_drawn_in_scales_is_the_teacher_s() -> None:
+def test_an_image_decoded_in_scales_by_the_teacher_alone_equals_the_teacher_s() -> None:
     teacher = tiny_var()
     student = tiny_var_student(teacher)
     count = len(teacher.module.scales)
@@ -351,7 +353,7 @@ def test_a_picture_drawn_in_scales_is_the_teacher_s() -> None:
 
 
 @torch.no_grad()
-def test_one_call_is_the_network_s() -> None:
+def test_var_students_equal_a_plain_loop() -> None:
     student = tiny_var_student()
     stages = student.facts.stages
     state = decode(Distilled(), student, Distilled().start(student, [3], seed=0))

@@ -131,7 +131,7 @@ def test_copies_are_independent(name: str, copied: Callable[[Any], Any]) -> None
         ("taylorseer, DDIMScheduler", "model", "row 0 at step"),
     ],
 )
-def test_numbers_that_are_not_finite_are_named_and_nothing_is_written(name: str, broken: str, message: str) -> None:
+def test_errors_of_non_finite_values_name_the_row_and_change_no_state(name: str, broken: str, message: str) -> None:
     sampler, model, state = copy.deepcopy(start_method(name))
     if broken == "model":
         sampler.commit(state, sampler.step(model, state))
@@ -151,7 +151,7 @@ def test_numbers_that_are_not_finite_are_named_and_nothing_is_written(name: str,
 
 
 @pytest.mark.parametrize("name", [name for name in PICTURES if name != "var, smooth"])  # whose pictures are features
-def test_traces_are_the_pictures_and_an_interrupt_loses_nothing(name: str) -> None:
+def test_traces_and_interrupts_give_the_tokens_of_the_image(name: str) -> None:
     make, load, fields = METHODS[name]
     sampler, model, written = make(), load(), torch.zeros(3, 0, dtype=torch.int64)
     request = {"class_labels": LABELS, "seed": SEEDS, "sampler": sampler, "output_type": "latent"}
@@ -172,7 +172,7 @@ def test_traces_are_the_pictures_and_an_interrupt_loses_nothing(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["mar", "cspd", *(name for name in PICTURES if name.startswith("distilled"))])
-def test_networks_of_narrow_types_decode(name: str) -> None:
+def test_models_in_bfloat16_decode(name: str) -> None:
     sampler, model, _ = copy.deepcopy(start_method(name))
     model.module.bfloat16()
     for part in ("teacher", "drafter", "draft"):

@@ -409,7 +409,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         for number, (call, *words) in enumerate(cases)
     ],
 )
-def test_the_argument_and_what_is_allowed_are_named(call: Callable[[], Any], words: list[str]) -> None:
+def test_errors_name_the_argument_and_the_allowed_values(call: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
         call()
     text = str(caught.value)

@@ -11,20 +11,20 @@ from paradec.samplers.distributions import HEAD, apply_temperature, draw_filtere
 
 
 def plain_filter(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = False) -> Tensor:
-    """The definition of the filters, with a full sort. first: whether the first of equal tokens is kept."""
+    """Filter logits by the definition, with a full sort. first: whether the first of equal tokens is kept."""
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True, stable=first)
-        out = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1) > top_p
-        logits = logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
+        is_excluded = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1) > top_p
+        logits = logits.masked_fill(torch.zeros_like(is_excluded).scatter(-1, order, is_excluded), -torch.inf)
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k, dim=-1).values[..., -1:], -torch.inf)
     return logits
 
 
 def exclude_some(logits: Tensor, generator: torch.Generator) -> Tensor:
-    out = torch.rand(logits.shape, generator=generator) < 0.6
-    out[..., 0] = False
-    return logits.masked_fill(out, -torch.inf)
+    is_excluded = torch.rand(logits.shape, generator=generator) < 0.6
+    is_excluded[..., 0] = False
+    return logits.masked_fill(is_excluded, -torch.inf)
 
 
 KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
@@ -39,7 +39,7 @@ KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_filters_are_their_definition_to_the_bit(kind: str, dtype: torch.dtype) -> None:
+def test_filters_equal_their_definition_bitwise(kind: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     for size in (1, 2, 60, 1500):
         logits = KINDS[kind](4 * torch.randn(3, 2, size, generator=generator), generator).to(dtype)
@@ -66,18 +66,18 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
         unsorted = filter_logits(logits, top_p, top_k, sorted_ties=False)
         assert torch.equal(unsorted, plain_filter(logits, top_p, top_k, first=True)), (top_p, top_k)
         uniform = torch.rand(2, 30, generator=generator, dtype=torch.float64)
-        drawn = draw_filtered(logits, uniform, 0.7, top_p, top_k)
+        tokens = draw_filtered(logits, uniform, 0.7, top_p, top_k)
         sums = plain_filter(apply_temperature(logits.double(), 0.7), top_p, top_k, first=True).softmax(-1).cumsum(-1)
         expected = torch.searchsorted(sums, uniform.unsqueeze(-1) * sums[..., -1:], right=True).squeeze(-1)
-        assert drawn is not None and torch.equal(drawn, expected)
-        assert torch.equal(draw_filtered(logits[1, 2:3], uniform[1, 2:3], 0.7, top_p, top_k), drawn[1, 2:3])
+        assert tokens is not None and torch.equal(tokens, expected)
+        assert torch.equal(draw_filtered(logits[1, 2:3], uniform[1, 2:3], 0.7, top_p, top_k), tokens[1, 2:3])
         remaining = plain_filter(apply_temperature(logits, 0.7), top_p, top_k, first=True)
-        assert (remaining.gather(-1, drawn.unsqueeze(-1)) > -torch.inf).all()
+        assert (remaining.gather(-1, tokens.unsqueeze(-1)) > -torch.inf).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_nuclei_of_next_to_nothing_and_next_to_everything(kind: str, dtype: torch.dtype) -> None:
+def test_top_p_close_to_0_and_to_1(kind: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(8)
     logits = KINDS[kind](4 * torch.randn(2, 1, 9001, generator=generator), generator).to(dtype)
     smallest = filter_logits(logits, 1e-15, None, sorted_ties=False) > -torch.inf
@@ -90,7 +90,7 @@ def test_nuclei_of_next_to_nothing_and_next_to_everything(kind: str, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_last_token_of_the_nucleus_is_exact_to_the_last_digit(dtype: torch.dtype) -> None:
+def test_top_p_is_exact_to_the_last_digit(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     wide = 2 * HEAD
     for spread, size, ranks in ((3, 300, range(1, 200, 9)), (0.5, wide, range(wide // 2 - 2, wide - 99, 700))):

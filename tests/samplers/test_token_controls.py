@@ -83,7 +83,7 @@ def next_logits(module: Any, ids: list[int]) -> torch.Tensor:
 @pytest.mark.thinned
 @pytest.mark.parametrize("controls", [*CONTROLS, *LONG_WORDS, {"min_new_tokens": 5}, {"ignore_eos": True}], ids=str)
 @pytest.mark.parametrize("name", METHODS)
-def test_causal_models_write_what_a_plain_loop_writes(name: str, controls: dict[str, Any]) -> None:
+def test_causal_answers_equal_a_plain_loop(name: str, controls: dict[str, Any]) -> None:
     sampler, model = METHODS[name]()
     out = paradec.generate(model, PROMPTS, sampler=sampler, max_new_tokens=NEW, temperature=0, **controls)
     for prompt, tokens in zip(PROMPTS, out.new_tokens.tolist(), strict=True):
@@ -135,7 +135,7 @@ def test_lossless_methods_keep_the_penalised_distribution(name: str, rows: int) 
 @pytest.mark.thinned
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 @pytest.mark.parametrize("controls", [*CONTROLS, {"min_new_tokens": 6, "logit_bias": {END: 9.0}}, {"ignore_eos": True}])
-def test_masked_models_write_what_a_plain_loop_writes(prediction: str, controls: dict[str, Any]) -> None:
+def test_masked_answers_equal_a_plain_loop(prediction: str, controls: dict[str, Any]) -> None:
     model = tiny(2, prediction=prediction)
     request = {"sampler": "low_confidence", "max_new_tokens": NEW, "blocks": "whole", "eos_early_stop": False}
     out = paradec.generate(model, PROMPTS, **request, **controls)
@@ -161,7 +161,7 @@ def test_masked_models_write_what_a_plain_loop_writes(prediction: str, controls:
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["threshold", "entropy_bound", "klass", "credit", "random", "localleap"])
 @pytest.mark.parametrize("cache", ["none", "dual", "vicinity"])
-def test_masked_rows_are_what_they_are_alone(sampler: str, cache: str) -> None:
+def test_masked_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> None:
     model = tiny(2)
     request: dict[str, Any] = {"sampler": sampler, "cache": cache, "max_new_tokens": 8, "block_length": 4}
     request |= {"temperature": 0.7, "repetition_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {7: -100.0}}
@@ -192,7 +192,7 @@ def test_excluded_words_of_one_token_are_never_proposed(sampler: str) -> None:
         assert torch.equal(output.new_tokens, expected.new_tokens)
 
 
-def test_canvases_count_what_is_final() -> None:
+def test_bad_words_and_biases_of_canvas_models() -> None:
     model = paradec.wrap(tiny_gemma())
     plain = paradec.generate(model, [[5, 6, 7]], max_new_tokens=16, seed=0)
     likeliest = plain.new_tokens.flatten().mode().values.item()
@@ -226,8 +226,8 @@ def test_min_p_1_takes_the_likeliest_token(kind: str) -> None:
         request |= {"steps": 1, "block_length": 8}
     best = paradec.generate(model, PROMPTS, temperature=0, **request)
     output = paradec.generate(model, PROMPTS, temperature=0.9, min_p=1.0, **request)
-    drawn = paradec.generate(model, PROMPTS, temperature=0.9, **request)
-    assert not torch.equal(drawn.new_tokens, best.new_tokens)
+    without_min_p = paradec.generate(model, PROMPTS, temperature=0.9, **request)
+    assert not torch.equal(without_min_p.new_tokens, best.new_tokens)
     if kind == "masked":  # the temperature changes the confidences and so the order, but no token is drawn
         best = paradec.generate(model, PROMPTS, temperature=0.9, min_p=1.0, **request | {"seed": 1})
     assert torch.equal(output.new_tokens, best.new_tokens)
@@ -237,7 +237,7 @@ def test_min_p_1_takes_the_likeliest_token(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "words"),
+    ("request_", "message"),
     [
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: 101.0}}, "logit_bias=101.0 .*-100.* 100"),
@@ -262,8 +262,8 @@ def test_min_p_1_takes_the_likeliest_token(kind: str) -> None:
         ({"presence_penalty": 1.2, "sampler": "wino"}, "presence_penalty=1.2 .*'wino'"),
     ],
 )
-def test_wrong_controls_are_refused(request_: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_wrong_controls_are_refused(request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         paradec.generate(tiny(1), [1, 2, 3], max_new_tokens=4, **request_)
 
 
@@ -277,7 +277,7 @@ def test_a_request_with_controls_is_saved_and_read(tmp_path: Any) -> None:
         assert paradec.Request.load(tmp_path / "request.json") == request
 
 
-def test_values_that_change_nothing_are_no_controls() -> None:
+def test_neutral_values_create_no_controls() -> None:
     neutral: dict[str, Any] = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
     neutral |= {"logit_bias": {}, "bad_words": [], "min_new_tokens": 0, "ignore_eos": False}
     for sampler in ("threshold", "wino"):

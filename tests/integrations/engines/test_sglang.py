@@ -64,7 +64,7 @@ def test_steps_equal_generate(name: str, fdfo: bool, model: Model) -> None:
     assert len(algorithm._hosted) == 0
 
 
-def test_every_masked_sampler_of_text_is_there() -> None:
+def test_every_masked_sampler_of_text_has_an_algorithm() -> None:
     expected = {"Combination"}
     for name in samplers.names():
         kind = samplers.get(name)
@@ -114,11 +114,11 @@ def test_the_configuration_has_the_sampler_s_settings_and_the_request_s() -> Non
         ("ParadecThreshold", {"cache": "dual"}, "unknown key"),
     ],
 )
-def test_a_configuration_that_is_wrong(name: str, settings: dict[str, Any], message: str) -> None:
+def test_wrong_configurations_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
     refuses(lambda: create_algorithm(name, **settings), message)
 
 
-def test_models_without_a_mask_and_files_that_are_no_mapping() -> None:
+def test_models_without_a_mask_and_configurations_that_are_no_mapping_are_refused() -> None:
     threshold = ALGORITHMS["ParadecThreshold"]
     refuses(lambda: threshold(dllm_config(mask=-1)), "ParadecThreshold fills masks; mask_id=-1")
     config = SimpleNamespace(**{**vars(dllm_config()), "algorithm_config": [1]})
@@ -153,7 +153,7 @@ def test_prompt_blocks_are_done_at_once_and_their_masks_stay() -> None:
     assert batch.input_ids.view(2, 4).tolist() == [[1, 2, MASK, 4], [5, MASK, 9, 9]]
 
 
-def test_the_tensor_of_ids_stays_the_engine_s() -> None:
+def test_steps_write_into_the_tensor_of_ids_of_the_engine() -> None:
     algorithm = create_algorithm("ParadecThreshold")
     batch = forward_batch([[1, MASK, MASK, MASK]])
     ids, place = batch.input_ids, batch.input_ids.data_ptr()
@@ -174,7 +174,7 @@ def test_a_block_that_the_engine_restarts() -> None:
     assert done == [False, False, True] and batch.input_ids.tolist() == [1, 2, 9, 9]
 
 
-def test_an_end_token_ends_the_block_where_the_configuration_names_it() -> None:
+def test_an_end_token_of_the_configuration_ends_the_block() -> None:
     logits = logits_of([1, END, 7, 7])
     logits[2:] = 0.0  # low confidence after the end token
     for ends, forwards in (((), 4), ((END,), 2)):
@@ -219,7 +219,7 @@ def test_parts_of_a_block() -> None:
             assert all(ids[2:].count(MASK) == masks[0] for ids in ids_after_steps if MASK in ids[:2])
 
 
-def test_logits_that_are_not_finite_name_the_request() -> None:
+def test_errors_of_non_finite_logits_name_the_request() -> None:
     algorithm = create_algorithm("ParadecThreshold", True)
     batch = forward_batch([[1, MASK, MASK, MASK], [2, MASK, MASK, MASK]], ["a", "b"], [4, 8])
     states, logits = algorithm.init_step_state(batch), logits_of([9] * 4, [9] * 4)

@@ -123,14 +123,14 @@ def blocks_of(draw: random.Random, rows: int, block: int) -> tuple[list[list[int
     return ids, prompt
 
 
-def record_calls(
+def record_run(
     algorithm: Any, ids: list[list[int]], prompt: Tensor | None, logits: RandomLogits, fdfo: bool
 ) -> list[Any]:
     rows, states = len(ids), None
     batch = forward_batch(ids, prompt_mask=prompt)
     seen: list[Any] = []
     for _ in range(algorithm.max_steps(len(ids[0])) if fdfo else 1):
-        runner = Runner(lambda batch: note(seen, batch, logits))
+        runner = Runner(lambda batch: record_ids(seen, batch, logits))
         _, tokens, accepted, states, _ = algorithm.run(runner, batch, states)
         seen.append([part.tolist() if isinstance(part, Tensor) else part for part in tokens])
         seen.append((accepted, batch.input_ids.tolist(), runner.calls))
@@ -145,7 +145,7 @@ def record_calls(
     return seen
 
 
-def note(seen: list[Any], batch: Any, logits: RandomLogits) -> Tensor:
+def record_ids(seen: list[Any], batch: Any, logits: RandomLogits) -> Tensor:
     seen.append(batch.input_ids.tolist())
     return logits(batch)
 
@@ -165,15 +165,15 @@ PAIRS = {
 
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_1000_blocks_beside_the_shipped_algorithm(pair: str, fdfo: bool, released: SimpleNamespace) -> None:
-    theirs, their_config, ours, our_config = PAIRS[pair]
-    shipped = released.algorithm.algo_name_to_cls[theirs](dllm_config(4, MASK, fdfo, **their_config))
-    algorithm = algorithms(released.base.DllmAlgorithm)[ours](dllm_config(4, MASK, fdfo, **our_config))
+def test_1000_blocks_equal_the_algorithm_of_sglang(pair: str, fdfo: bool, released: SimpleNamespace) -> None:
+    sglang_name, sglang_config, paradec_name, paradec_config = PAIRS[pair]
+    shipped = released.algorithm.algo_name_to_cls[sglang_name](dllm_config(4, MASK, fdfo, **sglang_config))
+    algorithm = algorithms(released.base.DllmAlgorithm)[paradec_name](dllm_config(4, MASK, fdfo, **paradec_config))
     draw, steps = random.Random(pair), []
     for batch in range(125):
         ids, prompt = blocks_of(draw, 8, 4)
-        expected = record_calls(shipped, ids, prompt, RandomLogits(batch, 12.0), fdfo)
-        assert record_calls(algorithm, ids, prompt, RandomLogits(batch, 12.0), fdfo) == expected
+        expected = record_run(shipped, ids, prompt, RandomLogits(batch, 12.0), fdfo)
+        assert record_run(algorithm, ids, prompt, RandomLogits(batch, 12.0), fdfo) == expected
         steps.append(len(expected))
     assert len(set(steps)) > 1
 
@@ -186,8 +186,8 @@ def test_blocks_without_flags_of_the_prompt(fdfo: bool, released: SimpleNamespac
     for batch in range(20):
         lengths = [draw.choice((0, draw.randrange(8), 8)) for _ in range(5)]
         ids = [[draw.randrange(VOCAB - 1) for _ in range(n)] + [MASK] * (8 - n) for n in lengths]
-        expected = record_calls(shipped, ids, None, RandomLogits(batch, 12.0), fdfo)
-        assert record_calls(algorithm, ids, None, RandomLogits(batch, 12.0), fdfo) == expected
+        expected = record_run(shipped, ids, None, RandomLogits(batch, 12.0), fdfo)
+        assert record_run(algorithm, ids, None, RandomLogits(batch, 12.0), fdfo) == expected
 
 
 @pytest.mark.parametrize("fdfo", [False, True], ids=["sync", "fdfo"])

@@ -85,7 +85,7 @@ def test_a_template_is_filled(engine: Engine) -> None:
         assert all(expected in (MASK, token) for token, expected in zip(actual.token_ids, template))
 
 
-def test_aborted_requests_leave_nothing(engine: Engine) -> None:
+def test_aborted_requests_free_their_slots(engine: Engine) -> None:
     running = engine.llm.llm_engine
     batch = prompts(5)[:4]
     for index, prompt in enumerate(batch):

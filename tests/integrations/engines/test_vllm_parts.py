@@ -55,10 +55,10 @@ def test_a_missing_vllm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_errors_are_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     from paradec.integrations.engines.vllm import registration
 
-    def fails() -> None:
+    def fail() -> None:
         raise AttributeError("another release")
 
-    monkeypatch.setattr(registration, "register", fails)
+    monkeypatch.setattr(registration, "register", fail)
     with caplog.at_level(logging.WARNING, "vllm.plugins.paradec"):
         vllm.register()
     assert "AttributeError: another release" in caplog.text
@@ -248,7 +248,7 @@ def test_a_request_that_cannot_start_answers_with_a_mask() -> None:
             assert runner.step() == {0: [MASK]}
 
 
-def test_logits_that_are_no_numbers_end_one_request() -> None:
+def test_nan_logits_end_their_request() -> None:
     model = tiny(2, "block_causal")
     served = ServedModel(model.facts, {})
     slot = Slot(served, served.open_row([1, 2, 3, 4, 5], settings_of(params())), 5)

@@ -35,13 +35,13 @@ def test_requests_are_refused_before_any_work(engine: Engine, settings: Any, oth
 
 
 def test_undecodable_prompts_end_with_an_error(engine: Engine) -> None:
-    good = [5, 9, 2, 30, 11]
+    valid = [5, 9, 2, 30, 11]
     settings = [engine.params(8), engine.params(8), engine.params(8, {"sampler": "low_confidence", "steps": 1})]
-    fine, mask, steps = engine.answers([good, [2, MASK, 3], good], settings)
-    assert list(fine.token_ids) == engine.expected(good, 8, sampler="low_confidence")
+    output, mask, steps = engine.answers([valid, [2, MASK, 3], valid], settings)
+    assert list(output.token_ids) == engine.expected(valid, 8, sampler="low_confidence")
     assert mask.finish_reason == steps.finish_reason == "error" and not mask.token_ids and not steps.token_ids
     assert "mask id" in mask.stop_reason and "steps=1" in steps.stop_reason
-    engine.answers([good], engine.params(1))
+    engine.answers([valid], engine.params(1))
     assert len(engine.runner.model_state.slots) == 1
 
 

@@ -1,4 +1,4 @@
-"""VAR and CoDe: replays of the public codes, and decoding by hand."""
+"""VAR and CoDe: replays of the public codes, and comparisons with plain loops."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ def tokens_of(sampler: Any, model: VARModel, labels: Any = LABELS, **request: An
 
 @pytest.mark.parametrize("shared_adaln", [False, True])
 @pytest.mark.parametrize("l2_norm", [False, True])
-def test_the_store_is_a_teacher_forced_forward(shared_adaln: bool, l2_norm: bool) -> None:
+def test_steps_with_a_store_equal_a_teacher_forced_forward(shared_adaln: bool, l2_norm: bool) -> None:
     model = tiny_var(shared_adaln=shared_adaln, l2_norm=l2_norm)
     module, labels = model.module, torch.tensor([1, 4, 2])
     ends, last = module.ends, len(SCALES) - 1
@@ -72,12 +72,12 @@ def test_scales_equal_plain_loops() -> None:
             if index < len(SCALES) - 1:
                 small = torch.nn.functional.interpolate(total, size=(SCALES[index + 1],) * 2, mode="area")
                 inputs = torch.cat((inputs, small.flatten(2).mT), 1)
-    ours = tokens_of(samplers.create("var"), model, [3], guidance_scale=scale, temperature=0)
-    assert ours[0].tolist() == tokens
-    torch.testing.assert_close(model.features(ours), total)
+    actual = tokens_of(samplers.create("var"), model, [3], guidance_scale=scale, temperature=0)
+    assert actual[0].tolist() == tokens
+    torch.testing.assert_close(model.features(actual), total)
 
 
-def test_splits_at_the_ends() -> None:
+def test_code_with_one_model_equals_var() -> None:
     model = tiny_var()
     large = tiny_var(seed=5, width=12, depth=3, vq=model.vq)
     plain = samplers.create("var", temperatures=(1.1, 1.1, 1.1, 1.0))
@@ -130,7 +130,7 @@ def test_filters_and_temperatures() -> None:
     assert torch.equal(tokens_of(samplers.create("var", top_ks=(1, 1, 1, 1)), model), tokens_of(var, model, top_k=1))
 
 
-def test_files(tmp_path: Any) -> None:
+def test_checkpoints_load_or_are_refused(tmp_path: Any) -> None:
     from safetensors.torch import save_file
 
     model = tiny_var()
@@ -141,18 +141,18 @@ def test_files(tmp_path: Any) -> None:
     read = load_var(tmp_path / "var_tiny.pth", vq=tmp_path / "vq.safetensors", scales=SCALES, heads=2)
     loaded, var = VARModel(read.module.double(), read.vq.double()), samplers.create("var")
     assert torch.equal(tokens_of(var, loaded, temperature=0), tokens_of(var, model, temperature=0))
-    half = {name: value for name, value in weights.items() if "blocks.1.ffn" not in name}
+    incomplete = {name: value for name, value in weights.items() if "blocks.1.ffn" not in name}
     cases: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [
         (weights, {}, "30 tokens, unlike any published model's; give scales"),
         (weights, {"scales": (1, 2, 3, 5)}, "are 4 maps of 39 tokens; the weights have 4 maps of 30"),
-        (half, {"scales": SCALES}, "missing weights: blocks.1.ffn"),
+        (incomplete, {"scales": SCALES}, "missing weights: blocks.1.ffn"),
         (weights | {"extra": torch.zeros(2)}, {"scales": SCALES}, "unexpected weights: extra"),
         (weights, {"scales": (2, 1)}, "must ascend"),
         ({"pos_1LC": torch.zeros(1, 30, 8)}, {"scales": SCALES}, "is missing"),
     ]
-    for index, (content, options, words) in enumerate(cases):
+    for index, (content, options, message) in enumerate(cases):
         save_file(content, tmp_path / f"{index}.safetensors")
-        with pytest.raises(ValueError, match=words) as raised:
+        with pytest.raises(ValueError, match=message) as raised:
             load_var(tmp_path / f"{index}.safetensors", vq=model.vq, **options)
         assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="needs its multi-scale VQ"):
@@ -196,7 +196,7 @@ def test_tokens_of_one_image_draw_independently() -> None:
     assert (tokens[1:] == tokens[:-1]).double().mean() < 0.05
 
 
-def test_command(tmp_path: Any) -> None:
+def test_the_image_command(tmp_path: Any) -> None:
     from safetensors.torch import save_file
     from typer.testing import CliRunner
 
@@ -239,7 +239,7 @@ def dtype_of(record: dict[str, Any]) -> torch.dtype:
     return torch.float32 if record["margin"] >= 1e-4 or "manual_seed" in record["draws"] else torch.float64
 
 
-class Draws:
+class RecordedDraws:
     def __init__(self, record: dict[str, Any], arrays: dict[str, Tensor]):
         self.steps, self.arrays = record["steps"], arrays
         self.settings, self.draws = record["settings"], record["draws"]
@@ -273,7 +273,7 @@ class ReplayedCoDe(CoDe):
     def draw(self, state: Any, logits: Tensor) -> Tensor:
         draws = self.draws
         if draws.generator is not None and state.index == self.split and state.tokens[0, 0] >= 0:
-            # both models' generators start anew, and the refiner's first draws are for scales that it throws away
+            # the reference seeds the generator again for the refiner, which first draws the drafter's scales too
             draws.generator.manual_seed(draws.seed)
             for side in state.scales[: self.split]:
                 draws.tokens(-1, torch.zeros(state.batch, side**2, logits.shape[-1]))
@@ -291,10 +291,10 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
             before, state_before = state.index, copy.copy(state)
             branches = state.branches
             (query,) = sampler.query(state)
-            drafting = isinstance(sampler, CoDe) and sampler.is_drafting(state)
-            source = sampler.drafter if drafting else network
+            is_drafting = isinstance(sampler, CoDe) and sampler.is_drafting(state)
+            source = sampler.drafter if is_drafting else network
             if "model" in step and step["model"]:
-                assert drafting == (step["model"] == "draft")
+                assert is_drafting == (step["model"] == "draft")
             assert step["scale"] == state.index
             assert query.forwarded.tolist() == [step["evaluated"]] * state.batch
             answer = source(query)
@@ -302,16 +302,16 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
             assert_checksum(guided, step["guided_logits"], 2e-5)
             if f"guided_logits.{index}" in arrays:
                 torch.testing.assert_close(guided.float(), arrays[f"guided_logits.{index}"], atol=1e-4, rtol=0)
-            if answer.logits.numel() == step["raw_logits"][0]:  # a half without weight is not evaluated
+            if answer.logits.numel() == step["raw_logits"][0]:  # a guidance branch without weight is not evaluated
                 assert_checksum(answer.logits, step["raw_logits"])
             assert step["rows"] == 2 * state.batch
-            if branches == 2:  # without guidance the reference evaluates a half that nothing reads
+            if branches == 2:  # without guidance the reference evaluates an unused branch
                 stop = state.ends[state.index]
                 assert step["cached"] == stop
-                if query.store.data is not None and query.store.shape[4] >= stop:  # ours does not store the last scale
+                if query.store.data is not None and query.store.shape[4] >= stop:  # the last scale is not stored
                     for layer, pair in zip(query.store.data, step["kv"], strict=True):
-                        for ours, theirs in zip(layer, pair, strict=True):
-                            assert_checksum(ours[:, :, :stop], theirs)
+                        for values, checksum in zip(layer, pair, strict=True):
+                            assert_checksum(values[:, :, :stop], checksum)
             proposal = sampler.step(network, state)
             assert proposal.values.tolist() == step["tokens"]
             sampler.commit(state, proposal)
@@ -341,9 +341,9 @@ def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[st
 def test_var_replays(name: str) -> None:
     record, arrays = image_case("var", name)
     settings = record["settings"]
-    sampler = ReplayedVAR(smooth=settings["more_smooth"], draws=Draws(record, arrays))
+    sampler = ReplayedVAR(smooth=settings["more_smooth"], draws=RecordedDraws(record, arrays))
     if sampler.draws.generator is not None and settings["more_smooth"]:
-        # the reference draws tokens and noise from one generator; the noise is recorded, and the tokens too
+        # the reference draws tokens and noise from one generator; use the recorded tokens and noise
         sampler.draws.tokens = lambda index, logits: torch.tensor(record["steps"][index]["tokens"])
     network = model("var", record["model"], dtype_of(record))
     state = run(sampler, network, record, arrays, top_k=settings["top_k"] or None)
@@ -360,7 +360,7 @@ def test_code_replays(name: str) -> None:
     top_ks, temperatures = tuple(settings["top_k"]), tuple(settings["temperature"])
     fields = {"split": settings["draft_steps"], "top_ks": top_ks, "temperatures": temperatures}
     drafter = model("code", record["drafter"], dtype_of(record))
-    sampler = ReplayedCoDe(drafter=drafter, draws=Draws(record, arrays), **fields)
+    sampler = ReplayedCoDe(drafter=drafter, draws=RecordedDraws(record, arrays), **fields)
     state = run(sampler, refiner, record, arrays)
     assert state.draft_nfe.tolist() == [record["draft_calls"]] * state.batch
     assert state.nfe.tolist() == [record["refine_calls"]] * state.batch
@@ -403,6 +403,6 @@ def test_all_scales_at_once(name: str) -> None:
     torch.testing.assert_close(logits, arrays["logits"], atol=1e-4, rtol=0)
 
 
-def test_single_files_are_told_apart() -> None:
+def test_load_recognises_a_var_checkpoint() -> None:
     folder = GOLDEN / "next-image" / "var"
     assert isinstance(paradec.load(folder / "model-c.safetensors", vq=folder / "vae.safetensors"), VARModel)
