@@ -3,9 +3,9 @@
     python benchmarks/compare_heldout.py [--parts compare heldout parallel] [--batch 20]
 
 `compare` measures every setting on 12 prompts of each task. A setting chosen by these results looks better than it is;
-`heldout` therefore measures again on 12 other prompts of each task. The chosen setting of a sampler has the most tokens
-per forward in `compare` among those with at most `MAX_LOSS` right answers fewer than the baseline. Samplers whose
-defaults take more than `SLOW` forwards are left out. `parallel` is ParallelBench's sweep, 16 prompts per task.
+`heldout` therefore measures again on 12 other prompts of each task. Of a sampler's settings that lose at most
+`MAX_LOSS` right answers to the baseline, the one with the most tokens per forward in `compare` is chosen. Samplers
+whose defaults take more than `SLOW` forwards are left out. `parallel` is ParallelBench's sweep, 16 prompts per task.
 Writes compare.json, compare_heldout.json and parallel.json in benchmarks/results, and draws docs/figures/compare.svg
 and parallel.svg.
 """

@@ -49,7 +49,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int8, 8-bit activations": {"quantization": Int8Config(activations=8)},
 }
-SMALL_LAYERS: dict[str, dict[str, Any]] = {
+QUALITY_FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantization": Int8Config(min_weights=2**10)},
@@ -96,12 +96,12 @@ def compare_logits(models: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 @torch.no_grad()
 def measure_text(file: str) -> dict[str, dict[str, float]]:
-    """Measure a causal model's perplexity in each form, and its divergence from and equal argmax with float32."""
+    """Measure a causal model in each form: perplexity, divergence from float32, and share of equal argmax."""
     from pydoc_data.topics import topics
 
     results: dict[str, dict[str, float]] = {}
     expected: list[torch.Tensor] = []
-    for name, options in SMALL_LAYERS.items():
+    for name, options in QUALITY_FORMS.items():
         model = paradec.load(file, **options)
         text = "\n\n".join(topics[key] for key in sorted(topics))[: 8 * TEXT_TOKENS]
         ids = torch.tensor(model.tokenizer(text)["input_ids"][:TEXT_TOKENS]).view(-1, TEXT_WINDOW)
@@ -119,9 +119,9 @@ def measure_text(file: str) -> dict[str, dict[str, float]]:
 
 
 def measure_answers() -> dict[str, dict[str, float]]:
-    """Measure the packaged model in each form: shares of right answers, and of answers and tokens as in float32."""
+    """Measure the packaged model in each form: shares of right answers, float32's answers and float32's tokens."""
     questions, results, expected = packaged_questions(limit=12), dict[str, dict[str, float]](), None
-    for name, options in SMALL_LAYERS.items():
+    for name, options in QUALITY_FORMS.items():
         output = paradec.generate(paradec.load(**options), [question.prompt for question in questions])
         expected = output if expected is None else expected
         right = sum(q.right(text) for q, text in zip(questions, output.text, strict=True) if q.right is not None)

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="use random weights")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--local-steps", type=int, default=1, help="ReCAP's l: local steps after a full one")
-    parser.add_argument("--full-groups", type=int, default=4, help="ReCAP's groups at the start without local steps")
+    parser.add_argument("--full-groups", type=int, default=4, help="number of first groups that have no local steps")
     parser.add_argument("--images", type=int, default=2)
     parser.add_argument("--out", default="amused-recap.png", help="a row for each sampler (default: %(default)s)")
     parser.add_argument("--device", default="cpu")

@@ -173,7 +173,7 @@ def build_token_automaton(
     size, num_contexts, begin = len(source.accept), len(spelling.texts), source.begin
     if not size:
         return TokenAutomaton(vocab_size, [], np.zeros((0, 3), np.int64), np.zeros(0, bool))
-    # context 0, the beginning of a text, only lasts while special tokens are read
+    # context 0: the beginning of a text; only special tokens keep it, which occur up to state `begin`
     states = [np.arange(size if num_contexts == 1 or context else begin + 1) for context in range(num_contexts)]
     offsets = np.cumsum([0, *map(len, states)])
     _check_size(int(offsets[-1]), "states", MAX_STATES)

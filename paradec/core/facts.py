@@ -22,7 +22,8 @@ class ModelFacts:
     """Ids and conventions of one model.
 
     Args:
-        vocab_size: number of rows of the output matrix. name: for messages.
+        vocab_size: number of rows of the output matrix.
+        name: the model's name in messages.
         mask_token_id: id of undecided tokens, never proposed; None for models without one.
         eos_token_ids: ids that end an answer (end of text, end of turn); may be empty.
         pad_token_id: id after the end of an answer; by default the first end id, else 0 (1 if 0 is the mask id).

@@ -76,7 +76,7 @@ def test_calls_equal_the_recorded_ones(name: str) -> None:
             for key, (query, features, logits) in zip(rounds, drafter.calls, strict=True):
                 inputs = {part: tensors[f"{key}/{part}"] for part in ("input_ids", "position_ids", "hidden")}
                 query_inputs = {"input_ids": query.tokens[0], "position_ids": query.positions[0], "hidden": features}
-                shared = min(len(features), len(inputs["hidden"]))  # compare the last columns, which both have read
+                shared = min(len(features), len(inputs["hidden"]))  # only the last positions are in both calls
                 for part, recorded in inputs.items():
                     torch.testing.assert_close(query_inputs[part][-shared:], recorded[-shared:], rtol=0, atol=1e-4)
                 actual = torch.stack(logits)

@@ -41,7 +41,7 @@ def test_right_wrong_tied_and_unknown_cases_are_distinguished(tmp_path: Path) ->
     edit_json(tmp_path / "sjd-02.json", lambda case: case["expected"]["tokens"][0].reverse())
 
     def make_tie(case: dict[str, Any]) -> None:
-        """Move the first fresh uniform number to the bound between two tokens, so that the other token is drawn."""
+        """Move the uniform number of a draw after a full window past the recorded token: another is drawn."""
         row, slot = next(
             (row, slot)
             for row, slots in enumerate(case["u_fresh"])

@@ -290,9 +290,9 @@ def small_config(name: str, **fields: Any) -> dict[str, Any]:
 
 def small_weights(name: str, config: dict[str, Any]) -> dict[str, Tensor]:
     hidden, vocab, experts = (config[field] for field in ("hidden_size", "vocab_size", "num_experts"))
-    heads, pairs = config["num_attention_heads"], config["num_key_value_heads"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     width = config.get("head_dim", hidden // heads)
-    wide, narrow = heads * width, pairs * width
+    wide, narrow = heads * width, kv_heads * width
     inner = config.get("moe_intermediate_size", config.get("expert_intermediate_size"))
     dense = config.get("intermediate_size", config.get("dense_intermediate_size"))
     embeddings = "model.word_embeddings.weight" if name == "llada2-tiny" else "model.embed_tokens.weight"

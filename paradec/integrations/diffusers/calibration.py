@@ -50,7 +50,7 @@ def calibrate_magcache(pipe: Any, run: Callable[[], Any], *, runs: int = 1) -> M
         run: function that runs the pipeline once, with all steps.
         runs: number of runs. Ratios are averaged over the runs and over the calls of a step (guidance).
 
-    Raises ValueError for invalid `runs`, no known blocks, or runs of different lengths; TypeError for another `pipe`.
+    Raises ValueError for invalid `runs`, no known blocks, or runs of different lengths; TypeError for other objects.
     """
     check_int("runs", runs, low=1)
     measured: list[list[float]] = []
@@ -85,7 +85,7 @@ def calibrate_bac(
         bubbling: number of modules whose schedules the bubbling union extends.
         samples: number of compared entries of a feature, evenly spaced (4 bytes each, per module and step).
 
-    Raises ValueError for an invalid setting, no known modules, runs of different lengths; TypeError for another `pipe`.
+    Raises ValueError for an invalid setting, no known modules, runs of different lengths; TypeError for other objects.
     """
     check_int("updates", updates, low=1)
     check_int("runs", runs, low=1)

@@ -71,7 +71,7 @@ class Jacobi(SJD):
     summary = "a draft is accepted when it equals the token that this step draws at its slot; lossless"
     presets = {"ceed": {"group": 36, "max_iterations": 22, "early_exit": "published"}}
     resamples = False
-    guesses_text = property(lambda self: self.group is not None)  # type: ignore[assignment]
+    guesses_from_text = property(lambda self: self.group is not None)  # type: ignore[assignment]
     lossless = property(  # type: ignore[assignment]
         lambda self: self.early_exit == "prefix" or self.iteration_limit >= (self.group or 0)
     )

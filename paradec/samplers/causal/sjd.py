@@ -1,8 +1,8 @@
 """Speculative Jacobi decoding (SJD): an autoregressive model verifies its own drafts of the next tokens in one forward.
 
 Teng et al., "Accelerating Auto-regressive Text-to-Image Generation with Training-free Speculative Jacobi Decoding",
-arXiv 2410.01699, section 3. An iteration evaluates the last final token and a window of drafts x; q is the distribution
-that x was drawn from. `CausalSampler` runs the iteration; `SJD` below implements its parts:
+arXiv 2410.01699, section 3. An iteration evaluates the last final token and the drafts x after it; q is the
+distribution that x was drawn from. `CausalSampler` runs the iteration; `SJD` below implements its parts:
 
     predict    p of every slot in one forward, given the drafts before it; draw from p    `CausalSampler.propose`
     verify     accept x if u < min(1, p(x) / q(x)), u uniform, up to the first rejection  `verify`
@@ -91,8 +91,8 @@ class SJD(CausalSampler):
             means 16, and for models of any order all undecided positions.
         init: guesses for slots that are new to the window. "random": uniform over the allowed tokens. "repeat_*": the
             token of the left neighbour ("horizontal") or of the upper one ("vertical", needs a grid). "sample_*": the
-            likeliest token at that neighbour. A neighbour that is new too is replaced by the nearest known token in the
-            same direction; without such a token the guess is random. Tokens that the grid prescribes replace guesses.
+            likeliest token at that neighbour (not a draw). A neighbour that is new too is replaced by the nearest known
+            token in the same direction, or by a random one. Tokens that the grid prescribes replace guesses.
             "model": the model's draws, only for models of any order. None: "model" for such models, else "random".
         refresh: drafts after the first rejection (see `verify`). "gumbel" draws a position with the same noise (one
             number for each token) in every step, so its token changes only if p changes enough.
@@ -112,7 +112,7 @@ class SJD(CausalSampler):
     guesses = True
     resamples: ClassVar[bool] = True
     """Whether a rejected draft is resampled from norm(max(0, p - q)); if not, the sampled token replaces it."""
-    guesses_text: ClassVar[bool] = False
+    guesses_from_text: ClassVar[bool] = False
     """Whether random guesses are drawn from the row's prompt and answer so far."""
 
     def accept(self, window: DraftWindow) -> Tensor:
@@ -145,7 +145,7 @@ class SJD(CausalSampler):
         self, state: CausalState, rows: np.ndarray, num_known: Tensor, tokens: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Guess tokens for slots that are new to the window: see `guess_drafts`."""
-        settings = self.init, self.guess_distribution, self.guesses_text
+        settings = self.init, self.guess_distribution, self.guesses_from_text
         return guess_drafts(state, rows, num_known, tokens, uniform, *settings)
 
     def _write_drafts(

@@ -58,8 +58,8 @@ class SpanPart(NamedTuple):
 def find_parts(
     spans: Sequence[TextSpan], row: int, tokens: np.ndarray, undecided: np.ndarray, begin: int, stop: int
 ) -> list[SpanPart]:
-    """List the parts of a row's spans from position `begin` to before `stop` with undecided positions. All positions
-    before `begin` must be decided. tokens, undecided: [L]."""
+    """List the parts, from position `begin` to before `stop`, of a row's spans that have undecided positions there. All
+    positions before `begin` must be decided. tokens, undecided: [L]."""
     parts = []
     for span in spans:
         first, end = max(span.first, begin), min(span.stop, stop)

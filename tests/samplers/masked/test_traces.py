@@ -4,7 +4,7 @@ Final tokens, the number of forwards, and each forward's evaluated positions and
 `rng="reference"` includes the mask token in the softmax, as the references do. The references differ from paradec in
 these points:
 - Dream's `origin` runs all its steps even if no mask is left. The test checks that the remaining steps are empty.
-- In a batch the reference opens the next block of all rows case_rows; in paradec rows are independent. The order of a
+- In a batch the reference opens the next block of all rows together; in paradec rows are independent. The order of a
   row's calls is equal, and the reference's number of forwards follows from the slowest row of each block.
 - The reference's `factor` also commits the last mask of a block if no other mask fails the rule. It is replayed with
   `reference_last_rank=True`; `test_factor_quirk` checks paradec's default.

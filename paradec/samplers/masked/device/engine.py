@@ -134,7 +134,7 @@ class DeviceEngine:
     # ---- rows that come and go --------------------------------------------------------------------------------------
 
     def copy_rows(self, source: DeviceEngine, rows: np.ndarray) -> None:
-        """Copy `rows` [N] of the engine `source` into the first slots of this engine, which is empty, not smaller."""
+        """Copy `rows` [N] of the engine `source` into the first slots of this empty engine, which is not smaller."""
         index, count = torch.as_tensor(rows, device=self.device), len(rows)
         self.canvas[:count, : source.columns] = source.canvas[index, : source.columns]
         self.blocks[:count, : source.blocks.shape[1]] = source.blocks[index]
@@ -268,8 +268,10 @@ class DeviceEngine:
         self.canvas.view(-1).scatter_(0, flat.view(-1), written.view(-1))
         self.decided.index_add_(0, rows, (selected & active.unsqueeze(1)).sum(1))
         step_count = active.long()
-        is_full = step_count if kind == "full" else torch.zeros_like(step_count)
-        self.counts.index_add_(1, rows, torch.stack((step_count, step_count, step_count * num_evaluated, is_full)))
+        full_forwards = step_count if kind == "full" else torch.zeros_like(step_count)
+        self.counts.index_add_(
+            1, rows, torch.stack((step_count, step_count, step_count * num_evaluated, full_forwards))
+        )
         self.row_step.index_add_(0, rows, step_count)
         self.block_step.index_add_(0, rows, step_count)
         ended = self._end_rows(rows, active, window, valid, written) if self.layout.stops else None
@@ -316,7 +318,7 @@ class DeviceEngine:
             query.store = StoreCall(rows, slots, None, self.columns)
             if len(rows) == self.batch:  # all rows, in order
                 query.store.index = np.arange(self.batch)
-                # a request's first step evaluates all rows; it fills every slot if rows are as long as the canvas
+                # the request's first step has filled every slot, if all rows are as long as the canvas
                 query.forwarded = np.full(self.batch, self.columns if self.layout.rows_fill_canvas else 0)
         return query, stop - start
 
