@@ -4,12 +4,12 @@
 
 FOLDER has the files of a family of tests/golden, or is an unchanged folder of the published golden data (`text`,
 `next-text`, `image-ar`, ...). It may be a ZIP file. All of its cases are replayed, and no packaged cases. Checkpoints
-and weights that a case names are searched in FOLDER, then next to it, then in tests/golden.
+and weights that a case names are searched for in FOLDER, then next to it, then in tests/golden.
 
-A case that does not match the recording has one of three outcomes. The report lists each with its reason:
+A case that does not replay as recorded has one of three outcomes, which the report lists with the reason:
 - wrong: the results differ;
 - near tie: they differ where two scores are less than 1e-7 apart;
-- refused: paradec lacks the method, or the recording states that the case is not reproducible.
+- refused: paradec lacks the method, or the recording cannot be replayed; the reason says why.
 The report also lists the fields that no replay reads, and why. Its last line is
 `N replayed, M near ties, K refused, L wrong`. The exit status is 0 if N + M > 0 and L = 0.
 """
@@ -35,10 +35,10 @@ TEXT = {
     "caches/test_d2.py": "public_traces density_as_a_prior",
 }
 VERIFICATIONS = {"samplers/causal/test_jacobi.py": "reference_verification reference_tree_verification"}
-LLAMAGEN = {"models/images/test_llamagen.py": "logits_of_the_public_code vq_decode_of_the_public_code"}
+LLAMAGEN = {"models/images/test_llamagen.py": "logits_equal_the_public_code vq_decodes_like_the_public_code"}
 RECAP = {
     "samplers/masked/rules/test_recap.py": "replays_the_reference schedules_are_the_reference_s",
-    "models/images/test_mar.py": "replays_the_reference",
+    "models/images/test_mar.py": "decoding_equals_the_recorded_run",
 }
 FORECASTS = {
     "samplers/forecast/test_taylorseer.py": "schedules states_and_forecasts variants equals_cache_dit",
@@ -52,8 +52,9 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         ("moe",),
         {
             "samplers/masked/test_traces_moe.py": "llada2 ends batches in_a_pipeline llada_moe sdar_moe",
-            "models/text/test_moe.py": "facts logits logits_of_unequal_rows_in_one_batch logits_over_a_store "
-            "hidden_states_and_routing",
+            "models/text/test_moe.py": "facts_equal_the_recorded_ones logits_equal_the_recorded_ones "
+            "padded_batches_give_the_recorded_logits logits_over_a_store_equal_the_recorded_ones "
+            "hidden_states_and_routing_equal_the_recorded_ones",
         },
     ),
     "next-image": (
@@ -64,9 +65,10 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "samplers/continuous/test_cspd.py": "replays_the_reference replays_the_rule",
             "samplers/causal/test_jacobi_blocks.py": "blocks_are_those_of_the_public_code "
             "a_block_that_stays_in_the_store_has_another_fixed_point",
-            "models/images/test_lpd.py": "a_recorded_run a_recorded_forward",
-            "models/images/test_nar.py": "replays_the_reference the_mask_and_one_forward_equal_the_reference",
-            "core/test_orders.py": "a_recorded_order",
+            "models/images/test_lpd.py": "decoding_equals_the_recorded_run one_forward_equals_the_recorded_one",
+            "models/images/test_nar.py": "decoding_equals_the_recorded_run "
+            "the_mask_and_one_forward_equal_the_reference",
+            "core/test_orders.py": "lpd_orders_equal_the_recorded_ones",
         },
     ),
     "image-ar": (("sjd", "gsd", "scd", "lantern", "llamagen"), VERIFICATIONS | LLAMAGEN),
@@ -78,7 +80,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "proteins": (
         ("proteins",),
         {
-            "models/proteins/test_network.py": "numbers_along_the_chain scores_equal_the_public_code "
+            "models/proteins/test_network.py": "residue_indices_equal_the_recorded_ones scores_equal_the_public_code "
             "single_residue_scores_equal_the_public_code designs_have_the_recorded_probabilities"
         },
     ),
@@ -87,20 +89,21 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         ("images-autumn",),
         {
             "integrations/diffusers/test_skipping.py": "seacache_replays_diffusers",
-            "models/images/test_glm_image.py": "glm_image_replays_positions_and_forwards glm_image_replays_greedy "
-            "glm_image_replays_draws",
+            "models/images/test_glm_image.py": "positions_and_forwards_equal_the_recorded_ones "
+            "greedy_tokens_equal_the_recorded_ones distributions_and_draws_equal_the_recorded_ones",
             "integrations/diffusers/test_prior.py": "prior_replays_the_pipeline",
         },
     ),
     "drafters": (
         ("drafters",),
         {
-            "models/test_eagle3.py": "the_recorded_base recorded_drafts_and_their_distributions",
+            "models/test_eagle3.py": "the_base_gives_the_recorded_logits_and_layers "
+            "recorded_drafts_and_their_distributions",
             "models/test_walking_drafters.py": "recorded_drafts_and_their_distributions",
-            "models/test_mtp.py": "recorded_calls",
+            "models/test_mtp.py": "calls_equal_the_recorded_ones",
             "samplers/causal/test_siblings.py": "the_plain_step_replays_a_recorded_verification "
             "replays_a_recorded_verification",
-            "tools/training/test_replay.py": "recorded_cases",
+            "tools/training/test_replay.py": "replays_equal_the_recorded_cases",
         },
     ),
     "structured": (
@@ -119,10 +122,12 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         ("autumn",),
         {
             "models/text/test_rotary.py": "angles_equal_the_recorded_tables",
-            "models/text/test_nemotron_diffusion.py": "facts forwards the_causal_mode blocks",
+            "models/text/test_nemotron_diffusion.py": "facts_equal_the_recorded_ones forwards_equal_the_recorded_ones "
+            "causal_traces block_diffusion_traces",
             "samplers/masked/rules/test_s2d2.py": "recorded_steps",
             "samplers/masked/rules/test_levenshtein.py": "recorded_steps recorded_answers",
-            "models/text/test_llada2_routing.py": "facts forwards over_a_store routers",
+            "models/text/test_llada2_routing.py": "facts_equal_the_recorded_ones logits_equal_the_recorded_ones "
+            "logits_over_a_store_equal_the_recorded_ones routing_equals_the_recorded_one",
             "samplers/causal/test_self_speculative.py": "recorded_rounds sdar_decodes_as_in_blocks_of_one",
         },
     ),
@@ -131,96 +136,80 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 An empty string of names means all tests of the file."""
 
-PROVENANCE = "says where the recording comes from"
-CHOICE = "selects the test that replays the case"
-ONLY_IF_REPLAYED = "read only from cases that are not refused"
-AFTER_END = "belongs to blocks after an end token, which paradec does not decode"
-DERIVED = "follows from fields that are compared"
-BOOKKEEPING = "a value that only the reference needs; its model calls are compared"
-STORE_CALL = "belongs to calls that only store a block"
-WEIGHT_SHAPE = "the shapes of the weights imply it"
 WHY_NOT_COMPARED: dict[str, str] = {
-    **dict.fromkeys(
-        ("schema", "reference", "restated", "patches", "source", "note", "id", "name", "system"), PROVENANCE
-    ),
-    **dict.fromkeys(("torch", "diffusers", "transformers", "seconds", "dtype", "setting", "settings.file"), PROVENANCE),
-    **dict.fromkeys(("float64_difference", "float32_difference", "replay_error"), PROVENANCE),
-    **dict.fromkeys(("largest_relative_difference_from_float64", "generate_equals_loop"), PROVENANCE),
-    **dict.fromkeys(("method", "kind", "candidates", "settings.mode", "settings.method", "settings.note"), CHOICE),
-    **dict.fromkeys(("margin", "router_margin", "fp64_same"), "read only if a case differs"),
-    **dict.fromkeys(("cases.seed", "cases.task", "steps.step"), "no random number depends on it"),
-    **dict.fromkeys(("settings.steps", "settings.eps", "settings.top_k", "settings.top_p"), "unused by this rule"),
-    **dict.fromkeys(("settings.alg_temp", "settings.alg", "settings.decoding_steps"), "unused by this rule"),
-    **dict.fromkeys(("settings.temperature", "settings.cfg_scale", "settings.remasking"), "0, or unused by this rule"),
-    **dict.fromkeys(("settings.use_cache", "settings.cache_steps", "settings.threshold"), "unused by this rule"),
-    **dict.fromkeys(("trajectory_step_map", "nfe_returned", "kept_suffix", "stats", "rounds"), BOOKKEEPING),
-    **dict.fromkeys(("reference_nfe", "tau", "discarded_u", "calls.cached"), BOOKKEEPING),
-    **dict.fromkeys(("kept_by_top_p", "end_in_unrestricted", "p", "q", "ratio", "score", "span"), DERIVED),
-    **dict.fromkeys(("canvases.state", "masks", "draft", "steps.block"), DERIVED),
-    "settings.T": "equals settings.temperature",
-    "settings.rule": "unused by this rule",
-    **dict.fromkeys(("stop_ids", "eos_id", "settings.stop", "settings.eos_early_stop"), "these runs ignore end tokens"),
-    **dict.fromkeys(("cases.steps", "cases.nfe"), "counts calls of diffusers' loop; its outputs are compared"),
-    "steps.input_shape": "paradec's loop evaluates windows of other lengths; the tokens that it commits are compared",
-    "steps.conf": "compared where the rule's score is this probability",
-    **dict.fromkeys(
-        ("base", "creation_conf", "extra_token", "steps.cached", "keys", "refresh_to", "store"), BOOKKEEPING
-    ),
-    **dict.fromkeys(("steps.cached", "settings.rollout_p", "full_attention"), BOOKKEEPING),
-    **dict.fromkeys(("settings.cache", "settings.function"), CHOICE),
-    **dict.fromkeys(("answer", "correct", "decoded", "prompt"), ONLY_IF_REPLAYED),
-    **dict.fromkeys(("cases.final_ids", "cases.prompt_ids"), ONLY_IF_REPLAYED),
-    "block_history": "read only with adaptive blocks",
-    "steps.fed": "read only for rules that are compared position by position",
-    **dict.fromkeys(("rope_parameters.factor", "long_factor", "short_factor"), ONLY_IF_REPLAYED),
-    **dict.fromkeys(("original_max_position_embeddings", "max_position_embeddings"), ONLY_IF_REPLAYED),
-    **dict.fromkeys(("attention_factor", "inv_freq", "cos", "sin", "positions"), ONLY_IF_REPLAYED),
-    **dict.fromkeys(("head_dim", "cases.adapter", "cases.input_ids"), ONLY_IF_REPLAYED),
-    **dict.fromkeys(("cases.before", "cases.causal", "cases.name"), ONLY_IF_REPLAYED),
-    **dict.fromkeys(("steps.ids", "steps.closed", "calls.stored"), STORE_CALL),
-    **dict.fromkeys(("steps.done", "steps.logits", "steps.original", "steps.post_steps", "steps.steps"), DERIVED),
-    "explicit_given": CHOICE,
-    **dict.fromkeys(("drafts", "hidden", "input_ids", "logits"), "belongs to a last call that paradec does not make"),
-    **dict.fromkeys(
-        ("max_new_tokens", "settings.sampler", "block_length"), "the run was sampled: its steps are replayed one by one"
-    ),
-    **dict.fromkeys(("blocks.calls", "committed", "blocks.first", "next_first", "trajectory"), AFTER_END),
-    **dict.fromkeys(("cached_after", "converged", "iterations", "greedy", "max_new_seq_len"), AFTER_END),
-    **dict.fromkeys(
-        ("averaged_logits", "input_tokens", "kv"), "belongs to calls whose guidance weight makes one half irrelevant"
-    ),
-    **dict.fromkeys(("f_hat", "next_input", "teacher_end", "unknown_after", "result"), DERIVED),
-    **dict.fromkeys(("draws", "settings.eos", "seed"), "no random number depends on it"),
-    "step.#.values": DERIVED,
-    **dict.fromkeys(("log.context", "log.mask", "log.out", "log.tokens", "log.position_ids"), DERIVED),
-    **dict.fromkeys(("log.op", "log.fast", "log.kind", "log.n_cached", "feature_kind"), CHOICE),
-    **dict.fromkeys(("dit.scheduler", "dit.stored", "transformer_seed", "flux.seed", "settings.seed"), PROVENANCE),
-    **dict.fromkeys(("proj_out", "proj_mlp", "transformer_blocks.0", "ff"), BOOKKEEPING),
-    **dict.fromkeys(("attn_dropout", "proj_dropout", "use_checkpoint", "qkv_bias", "skip"), "constant in this model"),
-    **dict.fromkeys(("mlp_ratio", "patch_size", "decoder_embed_dim", "decoder_num_heads"), WEIGHT_SHAPE),
-    **dict.fromkeys(("model.depth", "embed_dim", "num_classes", "img_size"), WEIGHT_SHAPE),
-    **dict.fromkeys(("T", "nc", "pre", "seq_len"), "read only from rows that are not refused"),
-    "diff_fast_ratio": "ignored by the reference: its local steps used half of the head's steps",
-    "model": "the folder's name",
-    **dict.fromkeys(
-        ("steps.commit", "steps.edit"), "belongs to calls of diffusers, or to calls that only store a block"
-    ),
-    "steps.start": STORE_CALL,
-    "cases.about": PROVENANCE,
-    "facts.block": "this format has no blocks",
-    "mode": CHOICE,
-    "extra.note": PROVENANCE,
-    "tree": "a name for the value of tree_choices",
-    "c#i.sd.layers.#.attention.kv_cache.k_cache": "only its length is read",
-    "c#i.sd.layers.#.attention.kv_cache.v_cache": "empty",
-    "t#i.sd.layers.#.attention.kv_cache.k_cache": "only its length is read",
-    "t#i.sd.layers.#.attention.kv_cache.v_cache": "empty",
-    "draft_cond_prob": "1 for drafts that are the most likely tokens",
-    "expected.reason": "paradec words its errors differently",
-    "expected.legend": "the text of the question",
-    "layer_#": "paradec returns the last layer's output after the norm",
-    "by_row_length": "paradec refuses such scaling, which makes a row depend on the other rows of its batch",
-    "vocab_size": "the checkpoint's config.json states it",
+    field: reason
+    for reason, fields in {
+        "says where the recording comes from": (
+            "schema reference restated patches source note id name system torch diffusers transformers seconds dtype "
+            "setting settings.file float64_difference float32_difference replay_error "
+            "largest_relative_difference_from_float64 generate_equals_loop dit.scheduler dit.stored transformer_seed "
+            "flux.seed settings.seed cases.about extra.note"
+        ),
+        "selects the test that replays the case": (
+            "method kind candidates settings.mode settings.method settings.note settings.cache settings.function "
+            "explicit_given log.op log.fast log.kind log.n_cached feature_kind mode"
+        ),
+        "read only if a case differs": "margin router_margin fp64_same",
+        "no random number depends on it": "cases.seed cases.task steps.step draws settings.eos seed",
+        "unused by this rule": (
+            "settings.steps settings.eps settings.top_k settings.top_p settings.alg_temp settings.alg "
+            "settings.decoding_steps settings.use_cache settings.cache_steps settings.threshold settings.rule"
+        ),
+        "0, or unused by this rule": "settings.temperature settings.cfg_scale settings.remasking",
+        "a value that only the reference needs; its model calls are compared": (
+            "trajectory_step_map nfe_returned kept_suffix stats rounds reference_nfe tau discarded_u calls.cached base "
+            "creation_conf extra_token steps.cached keys refresh_to store settings.rollout_p full_attention proj_out "
+            "proj_mlp transformer_blocks.0 ff"
+        ),
+        "follows from fields that are compared": (
+            "kept_by_top_p end_in_unrestricted p q ratio score span canvases.state masks draft steps.block steps.done "
+            "steps.logits steps.original steps.post_steps steps.steps f_hat next_input teacher_end unknown_after "
+            "result step.#.values log.context log.mask log.out log.tokens log.position_ids"
+        ),
+        "equals settings.temperature": "settings.T",
+        "these runs ignore end tokens": "stop_ids eos_id settings.stop settings.eos_early_stop",
+        "counts calls of diffusers' loop; its outputs are compared": "cases.steps cases.nfe",
+        "paradec's loop evaluates windows of other lengths; the tokens that it commits are compared": (
+            "steps.input_shape"
+        ),
+        "compared where the rule's score is this probability": "steps.conf",
+        "read only from cases that are not refused": (
+            "answer correct decoded prompt cases.final_ids cases.prompt_ids rope_parameters.factor long_factor "
+            "short_factor original_max_position_embeddings max_position_embeddings attention_factor inv_freq cos sin "
+            "positions head_dim cases.adapter cases.input_ids cases.before cases.causal cases.name"
+        ),
+        "read only with adaptive blocks": "block_history",
+        "read only for rules that are compared position by position": "steps.fed",
+        "belongs to calls that only store a block": "steps.ids steps.closed calls.stored steps.start",
+        "belongs to a last call that paradec does not make": "drafts hidden input_ids logits",
+        "the run was sampled: its steps are replayed one by one": "max_new_tokens settings.sampler block_length",
+        "belongs to blocks after an end token, which paradec does not decode": (
+            "blocks.calls committed blocks.first next_first trajectory cached_after converged iterations greedy "
+            "max_new_seq_len"
+        ),
+        "belongs to calls whose guidance weight makes one half irrelevant": "averaged_logits input_tokens kv",
+        "constant in this model": "attn_dropout proj_dropout use_checkpoint qkv_bias skip",
+        "the shapes of the weights imply it": (
+            "mlp_ratio patch_size decoder_embed_dim decoder_num_heads model.depth embed_dim num_classes img_size"
+        ),
+        "read only from rows that are not refused": "T nc pre seq_len",
+        "ignored by the reference: its local steps used half of the head's steps": "diff_fast_ratio",
+        "the folder's name": "model",
+        "belongs to calls of diffusers, or to calls that only store a block": "steps.commit steps.edit",
+        "this format has no blocks": "facts.block",
+        "a name for the value of tree_choices": "tree",
+        "only its length is read": (
+            "c#i.sd.layers.#.attention.kv_cache.k_cache t#i.sd.layers.#.attention.kv_cache.k_cache"
+        ),
+        "empty": "c#i.sd.layers.#.attention.kv_cache.v_cache t#i.sd.layers.#.attention.kv_cache.v_cache",
+        "1 for drafts that are the most likely tokens": "draft_cond_prob",
+        "paradec words its errors differently": "expected.reason",
+        "the text of the question": "expected.legend",
+        "paradec returns the last layer's output after the norm": "layer_#",
+        "paradec refuses such scaling, which makes a row depend on the other rows of its batch": "by_row_length",
+        "the checkpoint's config.json states it": "vocab_size",
+    }.items()
+    for field in fields.split()
 }
 """End of a field's name -> why no replay reads the field."""
 UNREAD_FILES: dict[str, str] = {

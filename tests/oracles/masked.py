@@ -328,7 +328,7 @@ def score_of(p: Tensor, name: str) -> float:
 
 
 def select_by_rule(name: str, settings: dict, scores: dict[int, float], step: int, steps: int, masks: int) -> set[int]:
-    """Return the positions that one rule commits. masks: number of masks in the block when it was num_open."""
+    """Return the positions that one rule commits. masks: number of masks in the block when it was opened."""
     order = sorted(scores, key=lambda i: (-scores[i], i))
     if name == "threshold":
         return {i for i in order if scores[i] >= settings["threshold"]} | {order[0]}

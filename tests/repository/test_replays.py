@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import GOLDEN, ROOT
+from places import GOLDEN, ROOT, TESTS, load_script
 
 
 def run_replays(family: str, folder: Path) -> tuple[int, list[str]]:
@@ -25,6 +25,13 @@ def edit_json(path: Path, edit: Any) -> None:
     data = json.loads(path.read_text())
     edit(data)
     path.write_text(json.dumps(data))
+
+
+def test_the_named_tests_exist() -> None:
+    for _, tests in load_script("tests/replays.py").FAMILIES.values():
+        for file, names in tests.items():
+            source = (TESTS / file).read_text(encoding="utf-8")
+            assert all(f"def test_{name}(" in source for name in names.split()), file
 
 
 @pytest.mark.full
@@ -41,7 +48,7 @@ def test_right_wrong_tied_and_unknown_cases_are_distinguished(tmp_path: Path) ->
     edit_json(tmp_path / "sjd-02.json", lambda case: case["expected"]["tokens"][0].reverse())
 
     def make_tie(case: dict[str, Any]) -> None:
-        """Move the uniform number of a draw after a full window past the recorded token: another is drawn."""
+        """Move the uniform number of a draw after a full window just past the recorded token's interval."""
         row, slot = next(
             (row, slot)
             for row, slots in enumerate(case["u_fresh"])

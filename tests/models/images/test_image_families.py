@@ -115,7 +115,7 @@ def test_chameleon_gives_finite_logits_of_image_tokens() -> None:
 
 def test_chameleon_maps_tokens_to_codes() -> None:
     model, grid, _, _ = small_grid("lumina-mgpt")
-    assert len(model.image_ids) == CODES and model.cells[0] == 7 and model.cells[1] == 12
+    assert len(model.image_ids) == CODES and model.image_ids[0] == 7 and model.image_ids[1] == 12
     tokens = grid.layout.clone().unsqueeze(0)
     tokens[tokens < 0] = 12
     assert (grid.codes(tokens) == 1).all()
