@@ -46,8 +46,8 @@ class Compiler:
         if value is not None and has_automaton(value, self.tokenizer, self.vocab_size):
             return value
         if find_spelling(self.tokenizer) is None:
+            # no subprocess: with an unknown tokenizer only a Choice without `after` works, all others raise ValueError
             value = make(*arguments)
-            # unknown tokenizer: to_token_automaton raises ValueError, except for a Choice without after
             token_automaton(value, self.tokenizer, self.vocab_size, (), ())
             return value
         with self._slots:

@@ -99,7 +99,7 @@ def join_ranges(moves: Iterable[tuple[int, int, Any]]) -> list[tuple[int, int, A
 
 
 def to_dfa(node: Node, over_bytes: bool = False) -> Dfa:
-    """Build the minimal automaton of an expression. Raises ValueError for more than `MAX_DFA_STATES` states."""
+    """Build the minimal automaton of an expression. ValueError: more than `MAX_DFA_STATES` or `MAX_WORK`."""
     graph, collects = _Positions(), gc.isenabled()
     gc.disable()  # it would scan many small tuples, none of them in a cycle
     try:
@@ -152,7 +152,7 @@ class _Positions:
         return self._reached[positions]
 
     def _expand(self, index: int) -> list[int]:
-        """Record a position's letters. Returns the positions that can be reached from it without a letter."""
+        """Record a position's letters. Returns the positions directly after it that need no letter."""
         if index not in self._inner:
             machine, state, following = self._positions[index]
             self.add_work(1 + len(machine.edges[state]))
@@ -254,19 +254,19 @@ class ByteAutomaton:
 
 
 def byte_automaton(node: Node, after: str | None = None) -> ByteAutomaton:
-    """Build the minimal automaton of an expression over bytes. Raises ValueError if it is too large (`MAX_DFA_STATES`).
+    """Build the minimal automaton of an expression over bytes. Raises ValueError if it is too large (`to_dfa`).
 
     after: a marker. Free bytes up to the first marker then precede the texts (automaton of Knuth, Morris and Pratt).
     """
     language = to_dfa(node, over_bytes=True)
     moves = np.array([(s, *move) for s, row in enumerate(language.rows) for move in row], np.int64).reshape(-1, 4)
     source, low, high, target = moves.T
-    marks = np.unique(np.concatenate(([0], low, high + 1)))
-    marks = marks[marks < 256]
-    letter_of = np.searchsorted(marks, np.arange(256), side="right") - 1
+    byte_cuts = np.unique(np.concatenate(([0], low, high + 1)))
+    byte_cuts = byte_cuts[byte_cuts < 256]
+    letter_of = np.searchsorted(byte_cuts, np.arange(256), side="right") - 1
     first, sizes = letter_of[low], letter_of[high] - letter_of[low] + 1
     letters = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes - first, sizes)
-    step = np.full((len(language.rows), len(marks)), -1, np.int32)
+    step = np.full((len(language.rows), len(byte_cuts)), -1, np.int32)
     step[np.repeat(source, sizes), letters] = np.repeat(target, sizes)
     columns = {column.tobytes(): index for index, column in reversed([*enumerate(step.T)])}
     distinct = sorted(columns.values())

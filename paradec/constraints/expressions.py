@@ -48,7 +48,7 @@ def too_large() -> ValueError:
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Sort ranges and merge overlapping ones."""
+    """Sort ranges, and merge those that overlap or touch."""
     disjoint: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if disjoint and first <= disjoint[-1][1] + 1:

@@ -22,7 +22,7 @@ from paradec.core.checks import short_repr
 State = TypeVar("State")
 MAX_LENGTHS = 1024, 512, 256, 128, 64
 """Limits of string lengths, tried in turn until the automaton is small enough. A larger `maxLength` is read as the
-limit. `STATES_PER_CHARACTER` times the limit also bounds the size of an array's items together."""
+limit. Beyond 8 items, `STATES_PER_CHARACTER` times the limit also bounds the total size of an array's items."""
 MAX_MOVES = 2**18
 MAX_SIZE = 8000
 STATES_PER_CHARACTER = 10
@@ -32,7 +32,7 @@ ESCAPE = parse(r'\\(?:["\\/bfnrt]|u(?:[0-9A-Ca-cEeFf][0-9A-Fa-f]{3}|[Dd][0-7][0-
 """Escapes of one character each, without surrogates."""
 UNESCAPED = expressions.subtract_ranges(expressions.ANY, ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\"))))
 CHARACTER = to_node(to_dfa(either((Characters(UNESCAPED), ESCAPE))))
-MAX_UNICODE_ESCAPES = 64
+MAX_STATES_WITH_CODES = 64
 """Strings whose automaton has more states than this have no escapes of six characters (backslash, u, 4 digits)."""
 PLAIN_NODES = {"number": languages.NUMBER, "boolean": to_node(languages.BOOLEANS), "null": text("null")}
 QUOTE, SPACE = text('"'), parse(" ?")
@@ -101,9 +101,9 @@ class _Writer:
         for shape in self.goals.shapes(goal):
             if shape.kind == "object":
                 children += [self.goals.key_goal(shape, name) for name in shape.listed_names()]
-                children += [cell for _, cell in self.other_keys(shape)]
+                children += [child for _, child in self.other_keys(shape)]
             elif shape.kind == "array":
-                children += [self.goals.item_goal(shape, index) for index in range(self.positions(shape) + 1)]
+                children += [self.goals.item_goal(shape, index) for index in range(self.num_positions(shape) + 1)]
         return {child: None for child in children if child not in (OPEN, NO_VALUE)}
 
     def child(self, goal: Goal, child: Goal, levels: int) -> Node:
@@ -201,7 +201,7 @@ class _Writer:
             members = either((members, _members([*first.values()], rest, shape.min_count > 0)))
         return braces(members)
 
-    def positions(self, shape: Shape) -> int:
+    def num_positions(self, shape: Shape) -> int:
         return max((1 + index for part in shape.members for index in part.listed), default=0)
 
     def array_node(self, goal: Goal, shape: Shape, levels: int) -> Node:
@@ -210,7 +210,7 @@ class _Writer:
                 return self.any_node(self.depth - 1) if self.depth > 0 else NEVER
             return NEVER if NO_VALUE <= child else self.child(goal, child, levels)
 
-        size, max_count = self.positions(shape), shape.max_count
+        size, max_count = self.num_positions(shape), shape.max_count
         items = [item(self.goals.item_goal(shape, index)) for index in range(size + 1)]
         last = max(size, shape.min_count, 1)
         if max_count is not None:
@@ -249,7 +249,7 @@ def _comma_list(
             return [(COMMA, None, (state[0], True))]
         return [(node, None, (target, False)) for node, target in moves(state[0]) if node is not NEVER]
 
-    begin: tuple[State, bool | None] = (start, None)
+    begin: tuple[State, bool | None] = (start, None)  # None: at the start, False: after a part, True: after a comma
     rows, accept = explore(begin, parts, lambda state: not state[1] and is_end(state[0]), MAX_MOVES)
     edges = tuple(tuple((node, target) for node, _, target in row) for row in rows)
     return Machine(edges, tuple(accept)) if any(accept) else NEVER
@@ -261,7 +261,7 @@ def string(language: Dfa | None) -> Node:
 
 @lru_cache(maxsize=1024)
 def _escape_language(language: Dfa) -> Node:
-    return to_node(language, partial(_escape_set, omits_codes=len(language.rows) > MAX_UNICODE_ESCAPES))
+    return to_node(language, partial(_escape_set, omits_codes=len(language.rows) > MAX_STATES_WITH_CODES))
 
 
 @lru_cache(maxsize=1024)

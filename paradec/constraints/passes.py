@@ -102,20 +102,20 @@ def condition(
 
 
 def best(
-    automaton: TokenAutomaton, tops: np.ndarray, lowest: Callable[[int, int], int], first: int, last: np.ndarray
+    automaton: TokenAutomaton, tops: np.ndarray, likeliest: Callable[[int, int], int], first: int, last: np.ndarray
 ) -> list[int]:
     """Find the likeliest text [n]; ties are resolved from the left, by the lowest id.
 
     Args:
         tops: [n, C] float64: log-probability of the likeliest token of each class in each slot.
-        lowest: called with a slot and a class; returns the class's likeliest token, the lowest id of equal ones.
+        likeliest: called with a slot and a class; returns the class's likeliest token, the lowest id of equal ones.
     """
     backward, state, tokens = backward_sums(automaton, tops, last, maximum), first, []
     for slot in range(len(tops)):
         classes, following = automaton.transitions(state)
         values = tops[slot, classes] + backward[slot + 1, following]
         ties = np.flatnonzero(values == values.max()).tolist()
-        token, edge = min((lowest(slot, int(classes[edge])), edge) for edge in ties)
+        token, edge = min((likeliest(slot, int(classes[edge])), edge) for edge in ties)
         tokens.append(token)
         state = int(following[edge])
     return tokens
@@ -169,7 +169,7 @@ def _first_above(running: np.ndarray, goal: float) -> int:
 
 
 def completions(automaton: TokenAutomaton, tokens: list[int | None], last: np.ndarray) -> np.ndarray:
-    """[n + 1, S] bool: states before each slot from which later slots can be filled. tokens: [n]; None: undecided."""
+    """[n + 1, S] bool: states before slot i from which slots i to n - 1 can be filled. tokens: [n]; None: undecided."""
     source, index, target = automaton.edges.T
     reachable = np.zeros((len(tokens) + 1, automaton.states), bool)
     reachable[-1] = np.atleast_2d(last)[-1]

@@ -12,7 +12,7 @@ from paradec.constraints.expressions import ANY, EMPTY, Characters, Node, Ranges
 from paradec.core.checks import short_repr
 
 DIGITS: Ranges = ((48, 57),)
-LETTERS: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
+WORD_CHARACTERS: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 SPACES: Ranges = ((9, 13), (32, 32))
 SPACES_BEYOND_ASCII = (
     *((0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F)),
@@ -92,7 +92,7 @@ class _Reader:
 
     def __post_init__(self) -> None:
         spaces = merge_ranges((*SPACES, *SPACES_BEYOND_ASCII)) if self.is_ecma else SPACES
-        self.sets = {"d": DIGITS, "w": LETTERS, "s": spaces}
+        self.sets = {"d": DIGITS, "w": WORD_CHARACTERS, "s": spaces}
         self.sets |= {name.upper(): expressions.subtract_ranges(ANY, inner) for name, inner in self.sets.items()}
 
     def unsupported(self, feature: str, position: int) -> ValueError:

@@ -63,7 +63,7 @@ class Shape:
     members: tuple[Members, ...] = ()
     min_count: int = 0
     max_count: int | None = None
-    """Limits of the number of items; None is no limit. For properties only "at least 1" and "none" are supported."""
+    """Limits of the number of items; None is no limit. Of properties: only "at least 1" and "none" are supported."""
     required: tuple[str, ...] = ()
     implied: frozenset[str] = frozenset()
     """Required names that only a negative subschema requires."""
@@ -121,7 +121,7 @@ SCALARS = {
 
 
 def restrict(kind: str, **facts: Any) -> tuple[Shape, ...]:
-    """Make the shapes of all values; the type `kind` has the given `Shape` fields, other types are unrestricted."""
+    """Make one shape per type: `kind` has the given `Shape` fields (no shape without texts), other types are free."""
     return (*(shape for shape in ANYTHING if shape.kind != kind), *make_shapes(kind, **facts))
 
 
@@ -135,8 +135,8 @@ class Goals:
 
     Args:
         max_length: the largest string length that is counted; a larger `maxLength` is read as this one.
-        exact: None builds exact goals; exact goals build their loose version. Loose goals allow too many values and
-            leave none out, so they show which branches of `oneOf` exclude each other.
+        exact: the exact goals whose loose version this object is; None if it holds exact goals. Loose goals allow too
+            many values and leave none out, so they show which branches of `oneOf` exclude each other.
     """
 
     def __init__(self, document: SchemaDocument, max_length: int, exact: Goals | None = None):
@@ -147,11 +147,11 @@ class Goals:
         self._literals: dict[Literal, tuple[Shape, ...]] = {}
         self._shapes: dict[Goal, tuple[Shape, ...]] = {}
         self._possible: dict[Goal, bool] = {}
-        self._structures: dict[int, dict[str, Any]] = {} if exact is None else exact._structures
+        self._value_schemas: dict[int, dict[str, Any]] = {} if exact is None else exact._value_schemas
         self.loose = Goals(document, languages.MAX_COUNT, self) if exact is None else self
 
     def goal(self, schema: Any, sign: bool = True) -> Goal:
-        """The goal of a subschema, with references resolved; `OPEN` if it allows every value."""
+        """The goal of a subschema (sign True) or of its negation (False), with references resolved."""
         seen = set[int]()
         while isinstance(schema, Mapping) and "$ref" in schema and not CONSTRAINING & (schema.keys() - {"$ref"}):
             self.document.check(schema)
@@ -277,7 +277,7 @@ class Goals:
     def enum(self, schema: Any, sign: bool, key: str) -> Iterable[Shape]:
         values = [schema["const"]] if key == "const" else schema["enum"]
         numbers = [value for value in values if is_number(value)]
-        nested = [self._structure(schema, value) for value in values if isinstance(value, (Mapping, list))]
+        nested = [self._value_schema(schema, value) for value in values if isinstance(value, (Mapping, list))]
         texts = {
             "string": [value for value in values if isinstance(value, str)],
             "number": [text for value in numbers for text in languages.number_texts(value)],
@@ -298,18 +298,19 @@ class Goals:
             shapes += make_shapes(kind, language=language and difference(SCALARS[kind], language))
         return shapes
 
-    def _structure(self, schema: Any, value: Any) -> Mapping[str, Any]:
+    def _value_schema(self, schema: Any, value: Any) -> Mapping[str, Any]:
+        """Build a schema that only `value`, an object or array in `schema`, matches; cached."""
         key = id(value)
-        if key not in self._structures:
+        if key not in self._value_schemas:
             if isinstance(value, Mapping):
                 keywords: dict[str, Any] = {"required": [*value], "additionalProperties": False}
                 keywords["properties"] = {name: {"const": part} for name, part in value.items()}
             else:
                 keywords = {"prefixItems": [{"const": part} for part in value], "items": False, "minItems": len(value)}
-            self._structures[key] = keywords | {"type": "object" if isinstance(value, Mapping) else "array"}
-        structure = self._structures[key]
-        self.document.paths.setdefault(id(structure), self.document.paths.get(id(schema), ""))
-        return structure
+            self._value_schemas[key] = keywords | {"type": "object" if isinstance(value, Mapping) else "array"}
+        value_schema = self._value_schemas[key]
+        self.document.paths.setdefault(id(value_schema), self.document.paths.get(id(schema), ""))
+        return value_schema
 
     def every(self, parts: Iterable[Any], sign: bool) -> list[Shape]:
         """Shapes of the values that all subschemas allow (sign True), or that all exclude (False)."""
@@ -438,14 +439,12 @@ class Goals:
         members = (Members({name: goal}, is_negative=True),)
         return make_shapes("object", members=members, required=(name,), implied=frozenset({name}), min_count=1)
 
-    def absent(self, name: str) -> dict[str, Any]:
-        return {"members": (Members({name: NO_VALUE}, is_negative=True),)}
-
     def required(self, schema: Any, sign: bool) -> Iterable[Shape]:
         names = tuple(dict.fromkeys(schema["required"]))
         if sign:
             return restrict("object", required=names) if names else ANYTHING
-        return [shape for name in names for shape in make_shapes("object", **self.absent(name))]
+        absent = [Members({name: NO_VALUE}, is_negative=True) for name in names]
+        return [shape for part in absent for shape in make_shapes("object", members=(part,))]
 
     def count(self, schema: Any, sign: bool, kind: str, noun: str) -> Iterable[Shape]:
         low, high = self.limits(schema, noun)

@@ -81,7 +81,7 @@ def _matching_spellings(tokenizer: Any) -> Iterator[Spelling]:
     names_by_id = {token: name for token, name in enumerate(names) if isinstance(name, str) and token not in special}
     byte_level = {token: _byte_level_bytes(name) for token, name in names_by_id.items()}
     plain = {token: _sentence_piece_bytes(name) for token, name in names_by_id.items()}
-    stripped = {token: text.removeprefix(b" ") for token, text in plain.items()}  # the first space of a text
+    stripped = {token: text.removeprefix(b" ") for token, text in plain.items()}  # at the start of a text
     builders: list[Callable[[], Spelling]] = [
         lambda: Spelling(_nonempty(byte_level), dict.fromkeys(byte_level, 0)),
         lambda: Spelling(_nonempty(stripped, plain), dict.fromkeys(plain, 1)),
@@ -164,7 +164,7 @@ def build_token_automaton(
     The states are pairs of a byte state and a context of the `Spelling`. No token spans the end of a marker.
 
     Args:
-        encode: tokenises texts (`spell_texts`). Literals (`find_literals`) then have the tokenizer's spelling, and no
+        encode: tokenises texts (`spell_texts`), so that literals (`find_literals`) have the tokenizer's spelling and no
             token joins a literal with other text. If it is None or cannot spell a literal, any spelling is allowed.
 
     Raises:
@@ -179,9 +179,9 @@ def build_token_automaton(
     _check_size(int(offsets[-1]), "states", MAX_STATES)
     spelled = None
     if encode is not None:
-        free, literals = find_literals(source)
+        without_literals, literals = find_literals(source)
         spelled = _spell_literals(literals, spelling, offsets, encode, vocab_size, begin)
-        source = source if spelled is None else free
+        source = source if spelled is None else without_literals
     arrays = spelling.arrays if not begin else [_to_arrays(texts | spelling.special) for texts in spelling.texts]
     maps, map_of_token = [], np.full((vocab_size, num_contexts), -1, np.int64)
     for context, context_states in enumerate(states):
@@ -287,7 +287,7 @@ def _spell_literals(
         texts = sorted({text.decode() for entries in literals.values() for text, _ in entries})
     except UnicodeDecodeError:
         return None
-    if not all(bytes([byte]) in texts_of_byte for texts_of_byte in single_bytes for byte in range(0x21, 0x7F)):
+    if not all(bytes([byte]) in texts for texts in single_bytes for byte in range(0x21, 0x7F)):
         return None
     spellings = dict(zip(texts, encode(texts), strict=True))
     edges, ids, count = list[tuple[int, int, int]](), dict[Any, int](), int(offsets[-1])
@@ -334,17 +334,17 @@ def _walk_texts(source: ByteAutomaton, start_states: np.ndarray, texts: Texts) -
     """Walk N texts from all `start_states` [s]. Returns the index [N] of each text's map (-1: empty map), and the maps,
     whose sources are indices into `start_states`."""
     ids, length, joined, starts = texts
-    letters, count, map_by_bytes = source.letter_of[joined], source.step.shape[1], dict[bytes, int]()
+    letters, num_letters, map_by_bytes = source.letter_of[joined], source.step.shape[1], dict[bytes, int]()
     maps, map_ids = [(np.arange(len(start_states), dtype=np.int32), start_states)], np.zeros(len(ids), np.int64)
     size = len(start_states)
     columns = np.ascontiguousarray(source.step.T)
     for position in range(int(length.max(initial=0))):
         live = np.flatnonzero(map_ids[: np.searchsorted(-length, -position, side="left")] >= 0)
-        pairs, back = np.unique(map_ids[live] * count + letters[starts[live] + position], return_inverse=True)
+        pairs, back = np.unique(map_ids[live] * num_letters + letters[starts[live] + position], return_inverse=True)
         stepped = np.full(len(pairs), -1, np.int64)
         for index, pair in enumerate(pairs.tolist()):
-            sources, targets = maps[pair // count]
-            targets = columns[pair % count][targets]
+            sources, targets = maps[pair // num_letters]
+            targets = columns[pair % num_letters][targets]
             alive = (targets >= 0).nonzero()[0]
             if not len(alive):
                 continue

@@ -81,7 +81,7 @@ class Constraint:
         return _byte_automaton(self).accepts(text.encode())
 
     def to_token_automaton(self, tokenizer: Any, vocab_size: int) -> TokenAutomaton:
-        """Build the automaton of all token sequences that spell the texts.
+        """Build the automaton of the token sequences that spell the texts.
 
         Raises ValueError: as `node`, or the tokenizer joins tokens in an unknown way.
         """
@@ -197,7 +197,7 @@ def build_sequence_automaton(sequences: Iterable[Sequence[int]], vocab_size: int
                 accept.append(False)
             state = transitions[edge]
         accept[state] = True
-    edges = np.array([(state, token, target) for (state, token), target in transitions.items()], np.int64)
+    edges = np.array([(state, index, target) for (state, index), target in transitions.items()], np.int64)
     return TokenAutomaton(vocab_size, [np.array([token]) for token in classes], edges, np.array(accept))
 
 
@@ -314,7 +314,7 @@ def parse_constraint(name: str, value: Any) -> Any:
 
 
 def parse_one_constraint(name: str, value: Any, holes: Any = None) -> Constraint | None:
-    """Read one constraint, or None. Raises ValueError or TypeError for anything else. holes: for messages."""
+    """Read one constraint, or None. Raises ValueError or TypeError for anything else. holes: its list, for messages."""
     if value is None or isinstance(value, Constraint):
         return value
     if hasattr(value, "model_json_schema") or isinstance(value, Mapping) and "type" in value:
