@@ -18,8 +18,8 @@ def attend_shared(
     prefix: tuple[Tensor, Tensor],
     scaling: float | None = None,
 ) -> Tensor:
-    """Compute softmax attention over a shared prefix and each row's own keys. For the prefix, each head needs only one
-    product for all rows. The two partial outputs are merged by their log-sum-exps.
+    """Compute softmax attention over a shared prefix and each row's own keys. For the prefix, one product per key/value
+    head serves all rows. The two partial outputs are merged by their log-sum-exps.
 
     Args:
         query: [R, heads, Q, head_dim], for R rows of Q queries. key, value: [R, kv_heads, K, head_dim], for K own keys.
@@ -38,7 +38,7 @@ def attend_shared(
 
     # [kv_heads, heads per group * R * Q, head_dim]: one product for the columns of all rows
     all_queries = query.transpose(0, 1).reshape(groups, -1, width)
-    shared_keys, shared_values = (tensors.to(value.dtype).transpose(0, 1) for tensors in prefix)
+    shared_keys, shared_values = (tensor.to(value.dtype).transpose(0, 1) for tensor in prefix)
     size = max(1, MAX_SCORES // (groups * shared_keys.shape[1]))
     chunks = [_attend_part(chunk, shared_keys, shared_values, scaling) for chunk in all_queries.split(size, dim=1)]
     shared_output, shared_lse = (torch.cat(tensors, 1) for tensors in zip(*chunks, strict=True))

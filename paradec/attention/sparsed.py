@@ -1,7 +1,7 @@
 """SparseD: dense attention in the first steps, then each head attends only to the key blocks with its largest weights.
 Wang et al., "SparseD: Sparse Attention for Diffusion Language Models", arXiv 2509.24014. A head attends to the same
-blocks in successive steps. So the blocks of each layer and head are listed only once, in the last dense step. Kernels:
-`paradec.kernels.block_sparse`."""
+blocks in successive steps, so by default the blocks of each layer and head are listed once, in the last dense step.
+Kernels: `paradec.kernels.block_sparse`."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ class SparseDState:
         return SparsePlan(self, state, part, rows, modes)
 
     def on_commit(self, state: Any, queries: list[Any]) -> None:
-        """Count the calls of a step, which `row_step` already includes, and record where new lists were made. queries:
-        the step's queries."""
+        """Count the calls of a step, and record where new lists were made. `row_step` already includes this step.
+        queries: the step's queries."""
         for query in queries:
             plan, rows = query.attention, query.rows
             modes = np.full(len(rows), DENSE) if plan is None or not plan.attended else plan.modes[: len(rows)]
@@ -201,7 +201,7 @@ class SparseDState:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Number of attention calls of a request, and its block lists. Each `list` has one entry per row."""
+    """Number of a request's model calls, and density and size of its block lists. Each `list` has one entry per row."""
 
     attention: str
     dense_calls: list[int]
@@ -211,7 +211,7 @@ class AttentionCost:
     sparse_calls: list[int]
     """Number of calls with sparse attention."""
     density: list[float | None]
-    """Share of (query block, key block) pairs in the block lists, mean over layers and heads; None without lists."""
+    """Share of (query block, key block) pairs in the lists: mean over layers, heads, branches; None without lists."""
     pattern_bytes: int
     """Bytes of all block lists."""
 

@@ -1,5 +1,5 @@
-"""Kernels, with one folder per operation: `api.py` (entry points), `reference.py` (definitions), `portable.py`
-(PyTorch) and `triton.py` (for NVIDIA GPUs; triton is imported at first use)."""
+"""Kernels, with one folder per operation: `reference.py` (definitions), `portable.py` (PyTorch) and, except for int8,
+`api.py` (entry points) and `triton.py` (for NVIDIA GPUs; triton is imported at first use)."""
 
 from __future__ import annotations
 

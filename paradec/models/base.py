@@ -68,8 +68,7 @@ class Adapter:
 
 
 class Model(Adapter):
-    """Base of token models, which samplers query. Subclasses implement `_logits`. A copy or pickle has its own module
-    and no engines.
+    """Base of token models, which samplers query. Subclasses implement `_logits`. Copies and pickles have no engines.
 
     Args:
         module: the network; its attention function is `attn_implementation` until `unwrap()`.

@@ -1,4 +1,4 @@
-"""The key/value cache as an argument of transformers' modules, and a record of whether our attention ran."""
+"""The key/value cache as an argument of transformers' modules, and a flag that paradec's attention functions set."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ GGUF_ENDING = ".gguf"
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:
-    """Whether config.json describes a causal language model of transformers, by its `model_type`."""
+    """Whether config.json describes a causal language model of transformers, by `model_type` and `is_causal`."""
     return _causal_class_name(config) is not None and config.get("is_causal") is not False
 
 
@@ -227,8 +227,8 @@ class MtpWeights(NamedTuple):
 
 
 def find_mtp_weights(names: Collection[str], config: Mapping[str, Any]) -> MtpWeights:
-    """Find the weights of heads by name. A layer after the model's layers is a head if config.json counts it as one and
-    it has `eh_proj`."""
+    """Find the weights of heads by name. A layer after the model's layers is a head if it is within config.json's
+    number of heads and has `eh_proj`."""
     num_layers, count = config.get("num_hidden_layers"), count_mtp_layers(config)
     module_names, prefixes = {}, set()
     for name in names:

@@ -416,7 +416,7 @@ def read_module(
 @contextmanager
 def silence_loading(path: Path | None) -> Iterator[None]:
     """Hide transformers' table of wrong weights (`read_module` raises an error with their names), and the progress bar
-    of small files. path: the file."""
+    of small files. path: the weights' file, if known."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

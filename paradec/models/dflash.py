@@ -5,9 +5,9 @@ A draft block is the last accepted token and `block_size - 1` masks, embedded by
 values from the block and, with the same matrices, from the model's hidden states after layers `target_layer_ids`. The
 model's output matrix converts the state at a mask to logits for the position of this mask.
 
-The network is transformers' (`MuseGlimmerAssistantModel`), with our masks. Two formats are read: transformers', and
-z-lab's (`dflash_config` in a Qwen3's config.json). In z-lab's format sliding layers are causal unless `is_causal` is
-false, a key at the distance of the window is hidden, and embeddings are rows of the model's table, unscaled."""
+The network is transformers' `MuseGlimmerAssistantModel`; `_masks` makes its masks. Two formats are read: transformers'
+and z-lab's (`dflash_config` in a Qwen3's config.json). In z-lab's format sliding layers are causal unless `is_causal`
+is false, a key at the distance of the window is hidden, and embeddings are plain rows of the model's table."""
 
 from __future__ import annotations
 

@@ -292,12 +292,12 @@ def flatten_speculators_config(source: str, config: Mapping[str, Any], base: Mod
     """config.json of speculators' block drafters (DFlash 2, DSpark) as one flat object. Layers are numbered as in
     `CausalQuery.keep_layers`; `is_causal` applies to sliding layers. Raises CheckpointError for a wrong field."""
     where = f"config.json of {source!r}"
-    sublayer = check_object("transformer_layer_config", config.get("transformer_layer_config"), where)
-    check_supported(sublayer, NO_BIAS, where)
+    layer_config = check_object("transformer_layer_config", config.get("transformer_layer_config"), where)
+    check_supported(layer_config, NO_BIAS, where)
     check_base_sizes(source, base, target_hidden_size=config.get("target_hidden_size"))
     name = "aux_hidden_state_layer_ids"
     layers = read_input_layers(source, name, config.get(name), base)
     fields = {key: value for key, value in config.items() if value is not None and key != "transformer_layer_config"}
     is_bidirectional = read_flag(fields, "sliding_window_non_causal", fields["speculators_model_type"] == "dflash2")
-    layer_config = {key: value for key, value in sublayer.items() if value is not None}
-    return {**layer_config, **fields, "target_layer_ids": list(layers), "is_causal": not is_bidirectional}
+    layer_fields = {key: value for key, value in layer_config.items() if value is not None}
+    return {**layer_fields, **fields, "target_layer_ids": list(layers), "is_causal": not is_bidirectional}

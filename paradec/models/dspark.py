@@ -1,10 +1,10 @@
 """DSpark drafters (DeepSpec, MIT; speculators' format): DFlash's network, with logits biased by the previous token.
 
 A block is the last accepted token and `block_size - 1` masks. Column j predicts the token at position j + 1 of the
-block, so the last accepted token's column drafts too (unless `sample_from_anchor` is false). A low-rank Markov head
-computes the bias from the previous token (vanilla), from this token and the column's state (gated), or from token,
-state and a recurrent memory (rnn). Drafts have the distribution softmax(logits + bias). A confidence head predicts the
-acceptance of a draft before the draft is drawn.
+block, so the last accepted token's column drafts too. (If `sample_from_anchor` is false, a mask predicts its own token,
+as in DFlash.) A low-rank Markov head computes the bias from the previous token (vanilla), from this token and the
+column's state (gated), or from token, state and a recurrent memory (rnn). Drafts have the distribution softmax(logits +
+bias). A confidence head predicts the acceptance of a draft before the draft is drawn.
 
 R requests, n columns that draft, D width, r rank, V and Vd: number of the model's and of the drafter's tokens."""
 
@@ -74,8 +74,8 @@ class DSparkNetwork(MuseGlimmerAssistantModel):  # type: ignore[misc, no-any-uni
     def __init__(self, config: Any):
         super().__init__(config)
         parts, width = config.dspark, config.hidden_size
-        self.embed_tokens = nn.Embedding(parts["vocab"], width) if parts["embeds"] else None
-        self.lm_head = nn.Linear(width, parts["rows"], bias=False) if parts["heads"] else None
+        self.embed_tokens = nn.Embedding(parts["vocab"], width) if parts["has_embeddings"] else None
+        self.lm_head = nn.Linear(width, parts["rows"], bias=False) if parts["has_lm_head"] else None
         rank = parts["rank"]
         self.markov_head = MarkovHead(parts["kind"], rank, width, parts["vocab"], parts["rows"]) if rank else None
         num_inputs = width + (rank if parts["confidence_with_markov"] else 0)
@@ -193,8 +193,8 @@ def load_dspark(
         "confidence_with_markov": bool(read_flag(fields, "confidence_head_with_markov", False) and rank),
         "vocab": base.facts.vocab_size,
         "rows": base.facts.vocab_size if rows is None else rows,
-        "embeds": "embed_tokens.weight" in headers,
-        "heads": rows is not None,
+        "has_embeddings": "embed_tokens.weight" in headers,
+        "has_lm_head": rows is not None,
     }
     module = read_network(
         source, DSparkNetwork, network_fields, settings, base, dtype, revision, unused_suffixes=TABLES, dspark=parts

@@ -89,10 +89,10 @@ class EagleDrafter(FeatureDrafter):
         config = module.config
         check_base_sizes(name, base, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
         self.rotary = LlamaRotaryEmbedding(config).to(self.device)
-        self.raster = None
+        self.cell_config = None  # for LlamaGen's rotary angles: its configuration with the drafter's heads
         if isinstance(base, LlamaGenModel):
             heads = {"n_head": config.num_attention_heads, "n_kv_head": config.num_key_value_heads}
-            self.raster = dataclasses.replace(base.module.config, **heads)
+            self.cell_config = dataclasses.replace(base.module.config, **heads)
 
     def __call__(self, query: Query, features: Tensor, store: KeyValueStore) -> tuple[Tensor, Tensor]:
         """Logits [R, W, V] of the wanted columns, and the predicted features [R, W, D]. Positions are at least 1.
@@ -111,9 +111,9 @@ class EagleDrafter(FeatureDrafter):
 
     def _rotation(self, query: Query, features: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [R, Q, head_dim]."""
-        if self.raster is None:
+        if self.cell_config is None:
             return self.rotary(features, (query.positions - 1).clamp(min=0))
-        rotation = torch.view_as_real(angles(self.base.cells(query), self.raster)).unbind(-1)
+        rotation = torch.view_as_real(angles(self.base.cells(query), self.cell_config)).unbind(-1)
         cos, sin = (torch.cat((half, half), -1).squeeze(1).to(features.dtype) for half in rotation)
         return cos, sin
 

@@ -140,7 +140,7 @@ class Eagle3Drafter(FeatureDrafter):
         self.rotary = LlamaRotaryEmbedding(module.config).to(self.device)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Outputs of three layers [R, F, 3 * base_width] -> features [R, F, D]."""
+        """Outputs of the layers `keep_layers` [R, F, layers * base_width] -> features [R, F, D]."""
         with torch.no_grad():
             return self.module.fuse(features.to(self.device, self.dtype))
 

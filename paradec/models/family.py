@@ -154,8 +154,8 @@ def read_facts(
     block_length: int | None,
     has_new_base: bool = False,
 ) -> ModelFacts:
-    """Build a checkpoint's facts. Ids come from config.json, else generation_config.json, else the tokenizer.
-    has_new_base: whether `load` replaced the base of the rotary angles."""
+    """Build a checkpoint's facts. The mask id is the first of: `mask_token_id`, that of config.json, of
+    generation_config.json, of the tokenizer. has_new_base: whether `load` replaced the base of the rotary angles."""
     vocab = hf_config.vocab_size
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
     tokenizer_mask = getattr(tokenizer, "mask_token_id", None)

@@ -89,7 +89,7 @@ class Int8Quantizer(HfQuantizer):
                     continue
                 del tied[f"{name}.weight"]
             copy = _empty_copy(layer, settings.activations)
-            if not self.pre_quantized:  # transformers 5.18 casts a weight to the empty one's dtype before it is rounded
+            if not self.pre_quantized:  # transformers 5.18 casts weights to the empty layer's dtype before the rounding
                 weights = {key: weight for key, weight in copy.named_parameters() if weight.dtype == torch.int8}
                 for key, weight in weights.items():
                     setattr(copy, key, nn.Parameter(weight.to(model.dtype), requires_grad=False))

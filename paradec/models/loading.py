@@ -257,7 +257,7 @@ def _parse_quantization(options: Mapping[str, Any]) -> Any:
 
 
 def _parse_tokenizer(value: Any) -> Any:
-    """Return the argument `tokenizer`; read a folder or hub id. Raises ValueError for a value of another type."""
+    """Return `value`, or the tokenizer that it names as a folder or hub id. Raises ValueError for another type."""
     if isinstance(value, (str, os.PathLike)):
         check_path("tokenizer", value)
         tokenizer = read_tokenizer(os.fspath(value), FAMILIES["Dream"], None)  # vocab.json alone is enough for Dream
@@ -300,7 +300,7 @@ def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, 
 def _load_gguf(
     file: gguf.GgufFile, attn_implementation: str, device: torch.device | None, dtype: Any, **options: Any
 ) -> Model:
-    """Load a GGUF file. Quantised weights become int8 on a CPU, unless a dtype or a quantisation is requested."""
+    """Load a GGUF file. Quantised weights become int8 on a CPU, unless options such as dtype or adapter are given."""
     from paradec.models.int8 import Int8Config
 
     quantization, is_supported = options.pop("quantization"), file.architecture in (*gguf.MASKED, *gguf.CAUSAL)

@@ -311,10 +311,10 @@ def _read_pretrained(
     if family.reader is not None:
         module.__class__ = cls
     # let the module's `save_pretrained` write files that transformers can load: with transformers' weight names, and
-    # with `is_causal` False, since config.json does not name our attention
-    our_patterns = {*(family.key_mapping or {}), *(family.fused or {})}
+    # with `is_causal` False, since config.json does not name paradec's attention
+    family_patterns = {*(family.key_mapping or {}), *(family.fused or {})}
     conversions = getattr(module, "_weight_conversions", None) or []
-    module._weight_conversions = [item for item in conversions if not our_patterns.issuperset(item.source_patterns)]
+    module._weight_conversions = [item for item in conversions if not family_patterns.issuperset(item.source_patterns)]
     module.config.is_causal = False
     if family.experts:  # torch's grouped products need rows of a multiple of 16 bytes, and do not support float64
         sizes = (module.config.hidden_size, module.config.moe_intermediate_size)

@@ -41,7 +41,7 @@ MATCHING_FIELDS = (
     *("hidden_size", "vocab_size", "model_type", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "hidden_act", "rms_norm_eps", "rope_theta"),
 )
-"""Fields of speculators' `transformer_layer_config` that must equal the model's."""
+"""Fields that must equal the model's if stated in config.json (speculators: in its `transformer_layer_config`)."""
 
 
 class MtpLayer(nn.Module):

@@ -224,8 +224,8 @@ class FileWeight:
 
 
 def file_weights(state: Mapping[str, Tensor], fused: Mapping[str, tuple[str, ...]] | None) -> dict[str, FileWeight]:
-    """The weights of a module's checkpoint file. Keys: the module's names; for fused weights and experts, the file's.
-
+    """The weights of a module's checkpoint file by name. Fused weights and single experts, which the module lacks, have
+    the file's names after `key_mapping`; all other weights have the module's names.
     state: the module's `state_dict`, of which only sizes are read. fused: as in `paradec.models.family.Family`."""
     weights: dict[str, FileWeight] = {}
     for name, tensor in state.items():
@@ -338,7 +338,7 @@ def published_weights(module: nn.Module, published: PublishedCheckpoint) -> dict
 
 
 def _int8_weights(module: nn.Module, names: Mapping[str, str]) -> dict[str, FileWeight]:
-    """The weights of an int8 file. Keys: published names (`names`); for stacked or split weights module names."""
+    """The weights of an int8 file by name: stacked or split weights as in the module, others as published (`names`)."""
     tied, weights = getattr(module, "all_tied_weights_keys", None) or {}, {}
     for name in module.state_dict():
         if name not in tied:

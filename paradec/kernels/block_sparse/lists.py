@@ -63,7 +63,7 @@ class QueryTiles:
     max_block: int
     """Largest of `block`."""
     is_aligned: bool
-    """Whether column i has position i in all rows, and the tiles cover all columns."""
+    """Whether column i has position i in all rows (except padding), and the tiles cover all columns."""
 
     @classmethod
     def from_positions(

@@ -41,9 +41,9 @@ def means(
                 end = min(begin + chunk, row_length)
                 scores = query[row, head, begin:end].to(dtype) @ keys.T
                 scores[:, row_length:] = -torch.inf
-                known_sums = None if logsumexp is None else logsumexp[row, head, begin:end, None].to(dtype)
-                sums = _block_mass(scores.view(end - begin, num_blocks, size), split, known_sums)
-                tiles = F.pad(sums, (0, 0, 0, -(end - begin) % size)).view(-1, size, num_blocks).sum(1)
+                known_lse = None if logsumexp is None else logsumexp[row, head, begin:end, None].to(dtype)
+                mass = _block_mass(scores.view(end - begin, num_blocks, size), split, known_lse)
+                tiles = F.pad(mass, (0, 0, 0, -(end - begin) % size)).view(-1, size, num_blocks).sum(1)
                 tile_rows = slice(begin // size, begin // size + len(tiles))
                 means[row, head, tile_rows, :num_blocks] = tiles / (extent[tile_rows, None] * extent)
     return means
@@ -80,9 +80,9 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     block_lists, counts = lists_of(query, index, tiles, rows, total, size)
     # from here on, tensors have one entry per row, head and tile
     block_lists, counts = block_lists.flatten(0, 2).long(), counts.flatten()
-    owner = torch.arange(batch, device=device)[:, None] * key_heads
-    owner = owner + torch.arange(heads, device=device) * key_heads // heads
-    owner = owner[:, :, None].expand(batch, heads, count).reshape(-1, 1)
+    key_head = torch.arange(batch, device=device)[:, None] * key_heads
+    key_head = key_head + torch.arange(heads, device=device) * key_heads // heads
+    key_head = key_head[:, :, None].expand(batch, heads, count).reshape(-1, 1)
     limit = torch.as_tensor(lengths, device=device)[:, None].expand(batch, heads * count).reshape(-1, 1)
     if padding := total * size - keys:
         key, value = F.pad(key, (0, 0, 0, padding)), F.pad(value, (0, 0, 0, padding))
@@ -100,9 +100,9 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         block_index = block_lists[chunk]
         positions = block_index[..., None] * size + offset
         visible = (slot < counts[chunk, None])[..., None] & (positions < limit[chunk, None])
-        block_index = (owner[chunk] * total + block_index.clamp(max=total - 1)).view(-1)
-        chunk_keys = key_blocks.index_select(0, block_index).view(-1, 1, max_blocks * size, width)
-        values = value_blocks.index_select(0, block_index).view(-1, 1, max_blocks * size, value.shape[-1])
+        flat_index = (key_head[chunk] * total + block_index.clamp(max=total - 1)).view(-1)
+        chunk_keys = key_blocks.index_select(0, flat_index).view(-1, 1, max_blocks * size, width)
+        values = value_blocks.index_select(0, flat_index).view(-1, 1, max_blocks * size, value.shape[-1])
         visible = visible.view(-1, 1, 1, max_blocks * size)
         mask = None if visible.all() else visible
         part = F.scaled_dot_product_attention(queries[chunk], chunk_keys, values, attn_mask=mask, scale=scale)

@@ -88,11 +88,11 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 
 def _num_shares(programs: int, max_blocks: int, device: torch.device) -> int:
-    """Number of programs that share one list: several if there are too few lists to fill the device."""
+    """Number of programs that share one list: several if `programs`, one per list, are too few to fill the device."""
     if device.type != "cuda":
         return 1
-    num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(-(-num_programs // programs), max_blocks // 4, 16))
+    min_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(-(-min_programs // programs), max_blocks // 4, 16))
 
 
 def _tile_shapes(query: Tensor, size: int, queries: int | None = None) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _attention_kernel(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * log2_scale
         scores = tl.where(is_key[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # a tile beyond the row's end would give -inf - -inf
+        # if all keys so far are beyond the row's end, this avoids -inf - -inf
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(highest - base)

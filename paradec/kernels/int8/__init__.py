@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights and one scale per output. Activations have 15 bits, in two int8 rows.
+"""Linear layers with int8 weights and one scale per output. Activations have 15 bits (in two int8 rows) or 8 bits.
 
 `reference` defines the results, `portable` computes them with `torch._int_mm`, `modules` holds the layers."""
 

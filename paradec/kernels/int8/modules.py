@@ -22,7 +22,7 @@ class Int8Module(nn.Module):
     """Names of the weights."""
 
     def pack(self) -> None:
-        """Replace plain weights by packed ones: a matrix by a parameter, a stack of matrices by a `ParameterList`."""
+        """Replace plain weights by packed ones if possible: a matrix by a parameter, a stack by a `ParameterList`."""
         with _packing:
             for name in self.names:
                 weight = getattr(self, name)
@@ -131,7 +131,7 @@ class Int8Experts(Int8Module):
         self.pack()
         output = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
-            if expert < self.num_experts:  # larger numbers mean no expert
+            if expert < self.num_experts:  # other numbers mean no expert
                 tokens, slots = torch.where(top_k_index == expert)
                 gate, up = self._linear("gate_up_proj", expert, hidden_states[tokens]).chunk(2, -1)
                 result = self._linear("down_proj", expert, self.act_fn(gate) * up)

@@ -41,7 +41,7 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
         rows = max(1, SUMS_PER_PRODUCT // len(scale))
         parts = [_product(part, weight, scale, bias, activations).to(x.dtype) for part in flat.split(rows)]
         result = parts[0] if len(parts) == 1 else torch.cat(parts)
-    else:  # no integer product on this device
+    else:  # no integer product on this device: activations are not rounded
         result = functional.linear(flat.float(), weight.float()) * scale
         result = (result if bias is None else result + bias).to(x.dtype)
     return result.view(*x.shape[:-1], len(scale))

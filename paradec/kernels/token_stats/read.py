@@ -21,7 +21,7 @@ QUANTITY_FIELDS = {
     "minus_entropy": "entropy",
     "logit_gap": "gap",
 }
-"""Field of `TokenStats` for each quantity. Entropies change sign, so that a higher quantity is more confident."""
+"""Quantities except "confidence" and "best_token" -> fields of `TokenStats`. The sign of entropies is changed."""
 ONE_READ_FIELDS = QUANTITY_FIELDS | {"negative_entropy": "entropy"}
 """`QUANTITY_FIELDS` of the float32 paths: "smoothed_entropy" would need a second read or a logarithm per token."""
 FLOAT64_CPU_BLOCK = 2**17
@@ -103,7 +103,7 @@ def read_stats(
 
 
 def path_for(logits: Tensor, fields: frozenset[str] = IN_ONE_READ) -> str:
-    """Choose a path by dtype, vocabulary and device, never by the number of rows."""
+    """Choose a path by dtype, vocabulary, device and fields, never by the number of rows."""
     if logits.dtype == torch.float64 or logits.shape[-1] <= SMALL_VOCABULARY:
         return "float64"
     return "triton" if logits.is_cuda and fields <= IN_ONE_READ and has_triton() else "chunked"

@@ -16,7 +16,7 @@ EPSILON = 1e-10
 
 class TokenStats(NamedTuple):
     """Results of `token_stats`, shaped [...] for logits [..., V]; unrequested fields may be None. Floats are float64.
-    In rows where `nonfinite` is true, floats are NaN and tokens are undefined."""
+    In rows where `nonfinite` is true, floats are NaN (`gap` may be inf) and tokens are undefined."""
 
     token: Tensor
     """int64: the likeliest token, the lowest id on ties."""

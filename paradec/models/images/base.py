@@ -96,7 +96,7 @@ class PictureModel:
         return {name: value for name, value in self.defaults.items() if name != "steps" or sampler.uses_steps}
 
     def grid(self, height: int | None = None, width: int | None = None) -> Grid:
-        """The raster of a picture of this size in pixels; None is the model's. Raises ValueError for a wrong size."""
+        """The raster of a picture of this size in pixels; None: the default. Raises ValueError for a wrong size."""
         raise NotImplementedError
 
     def square_grid(

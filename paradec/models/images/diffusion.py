@@ -33,7 +33,7 @@ class DiffusionModel(Adapter):
         """The label of the unconditional branch, after the classes."""
 
     def positions(self, latent: Tensor) -> int:
-        """Number of patches of one row of a latent [B, C, H, W]."""
+        """Number of patches of each of the latents [B, C, H, W]."""
         patch = self.module.config.patch_size
         return (latent.shape[-2] // patch) * (latent.shape[-1] // patch)
 

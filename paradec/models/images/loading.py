@@ -41,7 +41,7 @@ MARKER_TENSORS = {
     "pos_1LC": "var",
     "token_emb.weight": "lpd",
 }
-"""Name of a tensor -> `model_type` of a single file; the first name that the file has decides."""
+"""Name of a tensor -> `model_type` of a single file; the first of these names that is in the file decides."""
 PACKAGED = ("digits-ar", "digits-ar-drafter", "digits-lpd", "digits-maskgit", "digits-var", "digits-var-small")
 
 PACKAGED_PIPELINES = ("digits-dit",)

@@ -184,8 +184,8 @@ class LPDModel(ImageModel):
     # ---- requests -------------------------------------------------------------------------------------------------
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:
-        """As in the base class, with the authors' guidance for this number of groups, or else for the default number of
-        groups; 1 for unpublished sizes."""
+        """As in the base class, with the authors' guidance for the sampler's number of groups, or else for the default
+        number of groups; 1 for unpublished sizes."""
         fields = super().defaults_with(sampler)
         if fields.get("guidance_scale") is None:
             cells = self.module.config.grid**2

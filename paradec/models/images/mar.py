@@ -101,11 +101,11 @@ class MAR(nn.Module):
     def encode(
         self, tokens: Tensor, positions: Tensor, labels: Tensor, past: Keys | None = None, with_buffer: bool = True
     ) -> tuple[Tensor, Keys]:
-        """Encode N known tokens of R rows. Returns [R, N, width], with the class tokens first, and keys and values.
+        """Encode `buffer` class tokens, then N known tokens, of R rows: [R, buffer + N, width], and keys and values.
 
         Args:
             tokens: [R, N, channels]. positions: [R, N] int64, in the image, in raster order. labels: [R] int64.
-            past: keys and values of other tokens to attend to. with_buffer: whether to evaluate class tokens too."""
+            past: keys and values of other tokens to attend to. with_buffer: False leaves out the class tokens."""
         position = self.encoder_pos_embed_learned[0]
         x = self.z_proj(tokens) + position[self.buffer + positions]
         if with_buffer:
@@ -122,7 +122,7 @@ class MAR(nn.Module):
 
         Args:
             encoded: from `encode`. columns: [R, N] int64: the tokens' indices in `positions`.
-            positions: [R, M] int64, in the image; masks are at those not in `columns`.
+            positions: [R, M] int64, in the image; positions without a token get the mask token.
             past: as for `encode`. with_buffer: as it was for `encode`."""
         position = self.decoder_pos_embed_learned[0]
         x = self.decoder_embed(encoded)
@@ -227,8 +227,8 @@ class MARModel(PictureModel, Adapter):
             return ContinuousAnswer(distribution.mean, conditions, reused_keys, distribution)
 
     def _select_reused_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> ReusedKeys:
-        """Select keys and values of a full step for later calls: the decoder's without positions `drop` [R, U].
-        Those of class tokens are included with `keep_buffer`."""
+        """Select keys and values of a full step for later calls: the decoder's without positions `drop` [R, U], and
+        both parts' without class tokens unless `keep_buffer`."""
         num_buffer, num_positions = self.module.buffer, self.module.positions
         dropped = torch.zeros(len(drop), num_positions, dtype=torch.int, device=drop.device).scatter(1, drop, 1)
         index = num_buffer + dropped.argsort(dim=1, stable=True)[:, : num_positions - drop.shape[1]]

@@ -1,5 +1,5 @@
 """The multi-scale VQ autoencoder of VAR (Tian et al., arXiv 2404.02905, section 3.2, algorithms 1 and 2). A picture is
-a pyramid of code maps; each codes the residual of the coarser maps. One autoencoder serves any list of scales.
+a pyramid of code maps; each map encodes what coarser maps leave over. One autoencoder serves any list of scales.
 
 `B` pictures, `V` codes of width `C`, feature maps with sides of `s`."""
 

@@ -31,7 +31,7 @@ class NAR(LlamaGen):
         self.medusa_output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def backbone(self, embeddings: Tensor, cells: Tensor, mask: Tensor | None = None, cache: Any = None) -> Tensor:
-        """As `LlamaGen.backbone`: [R, Q, 2, dim] before both output matrices, the right neighbour's first."""
+        """As `LlamaGen.backbone`, but [R, Q, 2, dim]: before both output matrices, the right neighbour's first."""
         rotation = angles(cells, self.config)
         x = embeddings
         for layer in self.layers[:-1]:

@@ -28,7 +28,7 @@ class TextToImageModel(ImageModel):
     tokenizer: of the checkpoint; if None, prompts must be ids."""
 
     conditions = "prompts"
-    cells: Sequence[int]
+    image_ids: Sequence[int]
 
     def __init__(self, module: Any, vocab_size: int, tokenizer: Any = None, name: str | None = None):
         text = module.config.get_text_config()
@@ -146,10 +146,10 @@ class TextToImageModel(ImageModel):
         """The backbone's position ids for a call's columns, by default [R, Q]."""
         return query.positions
 
-    def _codes_of_ids(self, table: Tensor, cells: Sequence[int]) -> Tensor:
-        """[vocab_size, d]: row `cells[c]` is row c of `table` [codes, d]; other rows are NaN."""
+    def _codes_of_ids(self, table: Tensor, image_ids: Sequence[int]) -> Tensor:
+        """[vocab_size, d]: row `image_ids[c]` is row c of `table` [codes, d]; other rows are NaN."""
         codes = table.new_full((self.facts.vocab_size, table.shape[1]), torch.nan)
-        codes[torch.tensor(list(cells), device=table.device)] = table
+        codes[torch.tensor(list(image_ids), device=table.device)] = table
         return codes
 
 

@@ -201,12 +201,12 @@ class VAR(nn.Module):
         wanted: int | None = None,
         masked: bool = True,
     ) -> Tensor:
-        """Evaluate scales `first` to `last` (by default all): logits [R, n, V], or [wanted, side * side, V].
+        """Evaluate scales `first` to `last` (by default all): logits [R, n, V], or fewer with `wanted`.
 
         Args:
             labels: [R] int64; label `classes` is unconditional. inputs: [R, n', code_dim] of the scales except scale 0.
             store: has the scales before `first`; the call appends the evaluated scales.
-            wanted: return only logits of the first `wanted` rows and the last scale; None: of all rows and scales.
+            wanted: return only logits of the first `wanted` rows and of the scale `last`; None: of all rows and scales.
             masked: whether finer scales of the call are hidden from coarser ones, as in training."""
         last = len(self.scales) - 1 if last is None else last
         condition = self.class_emb(labels)
