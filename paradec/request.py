@@ -126,7 +126,7 @@ class Request:
         eos_early_stop: end a row at its end token, once everything before it is decided.
         logits_eos_inf: never propose an end token.
         holes_eos_inf: never propose an end token in a hole (a mask before other tokens of the prompt).
-        confidence_eos_eot_inf: commit end tokens last. (LLaDA's code delays one of them at temperature 0 only.)
+        confidence_eos_eot_inf: commit end tokens last. (LLaDA's code delays <|endoftext|> at temperature 0 only.)
         suppress_tokens: ids never proposed, besides the mask id; None: the ids without text.
         logit_bias: numbers to add to logits, by id: {id: number from -100 to 100}.
         bad_words: texts (with a tokenizer) or sequences of ids that an answer must not contain. Samplers that decide
@@ -393,7 +393,7 @@ def seed_matters(sampler: Sampler, temperature: float, suffix: Suffix | int | st
 
 
 def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -> None:
-    """Warn of fields in `names` without effect on the sampler. The warning points at the caller of the entry point."""
+    """Warn of `steps`, and of fields in `names`, without effect. Warnings point at the caller of the entry point."""
     if request.steps is not None and not sampler.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {sampler.name!r} has no schedule", stacklevel=4)
     if request.temperature != 0 or sampler.family not in ("masked", "draft_verify"):

@@ -44,7 +44,7 @@ class Question:
     type: one of `TYPES`. instructions: a text or JSON data; None if the state or the options contain the question.
     labels: the answers that the model may generate, one for each option.
     descriptions: meanings of the options; for None, the prompt lists only the option's name.
-    values: the options, as they appear in `Decision.value`."""
+    values: the options, as in `Decision.probabilities`."""
 
     type: str
     instructions: Any
@@ -125,8 +125,8 @@ def check_json(name: str, value: Any) -> None:
 
 
 def _check_texts(name: str, value: Any, count: int | None = None) -> list[str]:
-    """Convert a value to a list of texts; None becomes `count` letters. Raises ValueError for an empty or repeated
-    text, and for a number of texts other than `count` (or 0, without `count`)."""
+    """Convert a value to a list of texts; None becomes `count` letters. Raises ValueError for no text, an empty or
+    repeated text, and a number of texts other than `count` (if given)."""
     if value is None and count is not None:
         value = [*string.ascii_uppercase[:count]]
     texts = [] if isinstance(value, str | bytes) or not isinstance(value, Sequence | Mapping) else [*value]

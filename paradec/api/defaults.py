@@ -60,7 +60,7 @@ def choose_packaged_suffix(model: Any, sampler: Any, cache: Any) -> Suffix | Non
 
 def describe_settings(batch: Any, max_answer: int) -> dict[str, Any]:
     """Convert the default settings of a `Batch` to JSON data. block_length: None is the whole answer. max_new_tokens,
-    max_answer: default and maximum answer length. max_length: the model's limit of prompt and answer; None is any."""
+    max_answer: default and maximum answer length. max_length: the model's limit of prompt and answer, or None."""
     model, request, sampler = batch.model, batch.request, batch.sampler
     is_masked = sampler.family == "masked"
     cache = caches.create(request.cache) if isinstance(request.cache, str) else request.cache

@@ -54,8 +54,8 @@ class Output:
     tokens: list[int]
     """Number of tokens filled in each row, including its end token and without the padding after it."""
     finished: list[bool]
-    """Whether each row ended with an end token or a stop string. False for an answer that fills `max_new_tokens`
-    without an end token, even if it is a complete text of a `constraint`."""
+    """Whether each row ended with an end token or a stop string, or by a rule of `stop`. False for an answer that fills
+    `max_new_tokens` without an end token, even if it is a complete text of a `constraint`."""
     seconds: float
     """Wall time of the decoding loop."""
     fills: list[str] | list[list[str]] | None = None

@@ -37,7 +37,7 @@ def chat(
     context: typer.Context,
     checkpoint: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")] = None,
     system: str | None = typer.Option(None, help="System prompt: text before the first turn."),
-    cache: str | None = typer.Option(None, help="As in `generate`; by default block or dual; both reuse turns."),
+    cache: str | None = typer.Option(None, help="As in `generate`; by default block or dual, which reuse turns."),
     history: Annotated[bool | None, HISTORY] = None,
     **shared: Any,
 ) -> None:
@@ -100,7 +100,7 @@ class Conversation:
             typer.echo(f"{name}, {self._sampler_text()}. /help lists commands.")
             if not self.history:
                 typer.echo("Each line is answered alone (--history shows the model the earlier turns).")
-            elif self.can_reuse_turns and cache not in ("block", "canvas"):  # the two exact ones
+            elif self.can_reuse_turns and cache not in ("block", "canvas"):  # these are exact
                 typer.echo("Earlier turns are not evaluated again, which is approximate; --cache none is exact.")
             if name == "tiny-llada":
                 typer.echo("Try: Sort: pear fig apple (`paradec tasks` says what this model can do).")

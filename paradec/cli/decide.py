@@ -14,7 +14,7 @@ import typer
 from paradec.cli import options, show, tables
 from paradec.cli.files import FileJob, Line, Run
 
-STATE = typer.Argument(metavar="TEXT", help='The text to ask about, in quotes; "-" reads standard input.')
+TEXT = typer.Argument(metavar="TEXT", help='The text to ask about, in quotes; "-" reads standard input.')
 YES_NO = typer.Option(metavar="QUESTION", help="Whether something is true; all options for questions may be repeated.")
 OPTIONS = "QUESTION=A|B|..."
 PICK = typer.Option(metavar=OPTIONS, help="One of several options.")
@@ -22,12 +22,12 @@ SCORE = typer.Option(metavar=OPTIONS, help="A level on a scale, the lowest first
 SPAN = typer.Option(metavar=OPTIONS, help="One of several texts, which the prompt does not list.")
 IN = options.existing_file('Texts, one per line; .jsonl: {"prompt": ...}, optional "id".', "--in")
 OUT = typer.Option(metavar="FILE.jsonl", help="File for the answers to --in, one line per text.")
-TEMPERATURE = typer.Option(help="Divides the log-probabilities of the labels, as `paradec.fit_temperature` finds it.")
+TEMPERATURE = typer.Option(help="Divides the labels' log-probabilities; `paradec.fit_temperature` finds a value.")
 
 
 @options.include("model tokenizer dtype quantization device as_json")
 def decide(
-    text: Annotated[str | None, STATE] = None,
+    text: Annotated[str | None, TEXT] = None,
     yes_no: Annotated[list[str] | None, YES_NO] = None,
     pick: Annotated[list[str] | None, PICK] = None,
     score: Annotated[list[str] | None, SCORE] = None,
@@ -60,7 +60,7 @@ def decide(
             questions[name] = kind(question or None, listed.split("|"))
     if not questions:
         raise ValueError("give a question: --yes-no, --pick, --score or --span")
-    state, as_json = options.read_text(text or ""), shared.pop("as_json")
+    source, as_json = options.read_text(text or ""), shared.pop("as_json")
     if job is not None:
         stored = {name: [item.type, item.instructions, item.options] for name, item in questions.items()}
         data = {"model": shared["model"] or "packaged", "temperature": temperature, "request": {"questions": stored}}
@@ -72,7 +72,7 @@ def decide(
     decide_one = partial(decide_questions, model, questions=questions, temperature=temperature)
     if job is not None:
         job.run(partial(DecisionRun, decide_one), 1, as_json)
-    decisions = decide_one(state)
+    decisions = decide_one(source)
     if as_json:
         typer.echo(json.dumps(decisions.to_dict(), ensure_ascii=False))
         return

@@ -112,7 +112,7 @@ def design(
                     structure = set_membrane(read_structure(file), buried, interface, transmembrane)
                     texts = None if records is None else [check_sequence(structure, *record) for record in records]
                     model = load(structure, rules=make_rules(structure, bias, omit, tie, homo_oligomer))
-                    load = model.on
+                    load = model.on  # the next structures reuse the weights
                     chain_names = None if chains is None else [chain.strip() for chain in chains.split(",")]
                     fixed_residues = structure.find_residues(fixed or "", "--fixed")
                     redesigned = None if redesign is None else structure.find_residues(redesign, "--redesign")
@@ -145,7 +145,7 @@ def design(
 def design_batch(
     model: ProteinMPNNModel, prompt: list[int], order: str, seeds: range, texts: list[str] | None, **request: Any
 ) -> list[dict[str, Any]]:
-    """Design sequences for several seeds in one batch, or score `texts`. request: of `paradec.generate`."""
+    """Design sequences for several seeds in one batch, or score `texts`. request: arguments of `generate`."""
     import torch
 
     import paradec
@@ -153,13 +153,13 @@ def design_batch(
 
     keys = torch.tensor([[seed & 0xFFFFFFFF, seed >> 32] for seed in seeds])
     order_kind = orders.create("raster" if order == "chain" else "random")
-    ranks = order_kind.groups(1, len(prompt) - 1, orders.draws_from_keys(keys)).order.tolist()
+    row_orders = order_kind.groups(1, len(prompt) - 1, orders.draws_from_keys(keys)).order.tolist()
     if texts is None:
-        request |= {"order": ranks} if request["sampler"].family == "draft_verify" else {}
+        request |= {"order": row_orders} if request["sampler"].family == "draft_verify" else {}
         out = paradec.generate(model, [prompt] * len(seeds), seed=[*seeds], **request)
-        scores, sequences = model.score(prompt, out.sequences, ranks).neg().tolist(), model.letters(out.sequences)
+        scores, sequences = model.score(prompt, out.sequences, row_orders).neg().tolist(), model.letters(out.sequences)
     else:
-        scores, sequences = model.score(prompt, texts, ranks).neg().tolist(), texts
+        scores, sequences = model.score(prompt, texts, row_orders).neg().tolist(), texts
     structure, columns = model.structures[0], model.columns[0].by_residue.tolist()
     designed = [residue for residue, column in enumerate(columns) if prompt[1 + column] == model.facts.mask_token_id]
     entries = []

@@ -105,7 +105,7 @@ class Facts:
 
 def caches(
     name: str | None = typer.Argument(None, help="A cache, or FILE.py:CLASS: its effect, settings and paper."),
-    sampler: str | None = typer.Option(None, help="A sampler, combination or FILE.py:CLASS that caches work with."),
+    sampler: str | None = typer.Option(None, help="Check all caches with this sampler, combination or FILE.py:CLASS."),
     model: Annotated[str | None, MODEL] = None,
     as_json: options.AsList = False,
 ) -> None:
@@ -138,7 +138,7 @@ def caches(
         if as_json:
             entries = rows
         else:
-            hint = "`paradec caches NAME` describes one in full, `paradec caches --sampler NAME` lists those that fit"
+            hint = "`paradec caches NAME` describes one in full, `paradec caches --sampler NAME` shows which fit it"
             tables.print_entries(rows, hint)
             typer.echo("")
     if as_json:

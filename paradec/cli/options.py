@@ -285,7 +285,7 @@ def explicit_options(context: typer.Context) -> set[str]:
 
 
 def make_constraint(shared: dict[str, Any]) -> dict[str, Any]:
-    """Make the argument `constraint` from --choice, --regex or --json-schema, if given. Removes these from `shared`."""
+    """Remove the options of constraints from `shared`, and return the argument `constraint`; {} if none is given."""
     choices, pattern, schema = (shared.pop(name) for name in ("choice", "regex", "json_schema"))
     marker = {name: shared.pop(name) for name in ("after", "thinking_budget")}
     options = {"--choice": choices or None, "--regex": pattern, "--json-schema": schema}

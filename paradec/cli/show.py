@@ -171,7 +171,7 @@ class Bar:
     """A progress bar on standard error, if that is a terminal. It appears after one second."""
 
     delay = 1.0
-    interval = 0.1  # not less, since reading a state's progress may wait for a GPU
+    interval = 0.1  # seconds between updates; not less, since reading a state's progress may wait for a GPU
     line_interval = 30.0  # seconds between the lines of `show_share` without a terminal
 
     def __init__(self) -> None:
@@ -199,14 +199,14 @@ class Bar:
         self.first, self.rows, self.total = first, rows, total
 
     def update(self, state: State, commit: Commit) -> None:
-        """Show a state's progress. Called by `paradec.generate` after every commit."""
+        """Show a state's progress. A `callback` of `paradec.generate` and `generate_images`."""
         if self._is_due():
             decided, positions = state.progress
             self._show("decoding", (self.first + self.rows * decided / max(1, positions)) / self.total)
 
     def show_share(self, label: str, share: float, num_answered: int = 0, num_total: int = 0) -> None:
-        """Show the share of the work that is done, and numbers of prompts. Called by `paradec compare` and `tune` after
-        every batch. Without a terminal, print a line every `line_interval` seconds."""
+        """Show the share of the work that is done, and numbers of prompts. Without a terminal, print a line every
+        `line_interval` seconds."""
         text = f"{label}: {num_answered} of {num_total} prompts" if num_total else label
         if self._is_due():
             self._show(text, share)

@@ -57,7 +57,7 @@ def echo(text: str) -> None:
 
 
 def list_entries(registry: Any, extra: dict[str, dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """Convert a registry to data. For a class of another package that cannot be imported, the summary is the error."""
+    """List a registry as data, with `extra` fields by name. If a class cannot be imported, its summary is the error."""
     from paradec.core.registry import to_data
 
     rows = []

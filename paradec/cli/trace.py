@@ -20,7 +20,7 @@ def trace(
     title: str = typer.Option("", help="Title of a page."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Draw recorded runs, several side by side. Without --out, print their forwards."""
+    """Print the forwards of recorded runs. With --out, also draw the runs, side by side."""
     from paradec.core.trace import Trace
     from paradec.tools.traces.files import PAGES, check_suffix, page, save
     from paradec.tools.traces.payload import check_runs

@@ -37,13 +37,15 @@ def tune(
     caches: list[str] | None = typer.Option(None, help="Caches; by default none for forwards, all for seconds."),
     blocks: Annotated[list[str] | None, BLOCKS] = None,
     objective: str = typer.Option("forwards", help="forwards, seconds (measured here), or both."),
-    trials: int = typer.Option(40, help="Settings to propose after the preset ones."),
+    trials: int = typer.Option(40, help="Settings to propose after the hand-made ones."),
     minutes: float | None = typer.Option(None, help="Start no new trial after this time; the report takes extra time."),
     study: Path | None = typer.Option(None, metavar="FILE.db", help="Store the search; the same command continues it."),
     out: Path | None = typer.Option(None, metavar="FILE.json", help="Write the preset, for --preset elsewhere."),
     report: Path | None = typer.Option(None, metavar="FILE.json", help="Write all measurements."),
     point: int | None = typer.Option(None, min=1, help="The point of the front for --out; by default the chosen one."),
-    tolerance: float = typer.Option(1.0, help="Points (of 100) that the preset may lose to the best hand-made one."),
+    tolerance: float = typer.Option(
+        1.0, help="Points (of 100) that the preset may lose to the best hand-made setting."
+    ),
     seed: int = typer.Option(0, help="Seed of the split into halves, the proposals and the draws."),
     pipeline: Annotated[str | None, PIPELINE] = None,
     budget: int = typer.Option(7, min=1, help="With --pipeline: solver steps to evaluate."),
@@ -85,14 +87,14 @@ def tune(
     lengths = None if block_names is None else [None if text == "own" else int(text) for text in block_names]
     score_with = None if checker is None else options.import_object("--checker", checker)
     check_search(objective, trials, minutes, tolerance, shared["batch"], seed)
-    texts = to_questions(packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
-    Scorer.from_questions(texts, score, score_with)
+    questions = to_questions(packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
+    Scorer.from_questions(questions, score, score_with)
     arguments: dict[str, Any] = {"samplers": names, "caches": allowed, "blocks": lengths, "objective": objective}
     arguments |= {"trials": trials, "minutes": minutes, "tolerance": tolerance, "seed": seed, "score": score}
     arguments |= {"checker": score_with, "mask": mask, "study": study}
     model = options.load(shared)
     arguments |= {name: value for name, value in shared.items() if value is not None}
-    tuning, code = show.with_bar(lambda bar: paradec.tune(model, texts, progress=bar.show_share, **arguments))
+    tuning, code = show.with_bar(lambda bar: paradec.tune(model, questions, progress=bar.show_share, **arguments))
     typer.echo(json.dumps(tuning.to_dict(), ensure_ascii=False) if as_json else str(tuning))
     if report is not None:
         tuning.to_json(report)

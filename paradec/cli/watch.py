@@ -100,7 +100,7 @@ class LiveView:
         from rich.text import Text
 
         ids, is_given, undecided = state.canvas.tolist(), state.is_prompt.tolist(), state.undecided.tolist()
-        was_decided: Any = (
+        was_undecided: Any = (
             [[not flag for flag in row] for row in is_given] if self.undecided is None else self.undecided
         )
         self.undecided = undecided
@@ -119,10 +119,10 @@ class LiveView:
                 if undecided[row][i] and i < draft_ends[row]:
                     return "draft"
                 if undecided[row][i]:
-                    return "remasked" if not was_decided[row][i] else "undecided" if i < block_ends[row] else "ahead"
+                    return "remasked" if not was_undecided[row][i] else "undecided" if i < block_ends[row] else "ahead"
                 if ids[row][i] in ends:
                     return "end"
-                return "new" if was_decided[row][i] else "final"
+                return "new" if was_undecided[row][i] else "final"
 
             row_label = Text(f"[{row + 1}] " if state.batch > 1 else "", style="dim")
             kinds = [kind(i) for i in range(start, end)]

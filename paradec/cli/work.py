@@ -236,12 +236,12 @@ def check_drafter(sampler: Any, drafter: str | None) -> None:
 
 
 DRAFTER_WEIGHTS = {"fc.weight", "encoder.fc.weight", "mtp_layers.0.input_proj.weight"}
-"""Names of weights, one of which is in every checkpoint of a drafter that reads hidden states."""
+"""Names of weights. A drafter that reads hidden states has at least one of them."""
 
 
 def load_draft_model(source: str, base: Any, **options: Any) -> Any:
     """Load a drafter: a smaller causal model, a drafter that reads the base's hidden states, or the base's own heads
-    ("mtp"). Returns the name of a drafter without weights. options: arguments of `paradec.load`."""
+    ("mtp"). For a drafter without weights, returns its name. options: arguments of `paradec.load`."""
     from paradec.models.checkpoint import INDEX, WEIGHTS, fetch, read_weight_headers
     from paradec.models.load_drafter import load_drafter
     from paradec.samplers.causal.drafts.text import NamedDrafter
@@ -253,9 +253,9 @@ def load_draft_model(source: str, base: Any, **options: Any) -> Any:
             return load_drafter(base, kind="mtp")
     if source.endswith(".gguf"):
         return paradec.load(source, **options)
-    is_unsharded = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
+    has_no_safetensors = fetch(source, WEIGHTS, None) is None and fetch(source, INDEX, None) is None
     # EAGLE's checkpoints are often pickled, without safetensors files
-    if is_unsharded or DRAFTER_WEIGHTS & read_weight_headers(source, None).keys():
+    if has_no_safetensors or DRAFTER_WEIGHTS & read_weight_headers(source, None).keys():
         return load_drafter(source, base=base)
     return paradec.load(source, **options)
 
@@ -320,6 +320,6 @@ def decode_in_batches(
 
 def complete_row_indices(output: Output) -> list[int]:
     """List the indices of the complete rows of an interrupted batch."""
-    holes = output.filled.sum(1).tolist()
-    rows = zip(output.finished, output.tokens, holes, strict=True)
-    return [row for row, (finished, tokens, filled) in enumerate(rows) if finished or tokens == filled]
+    counts = output.filled.sum(1).tolist()
+    rows = zip(output.finished, output.tokens, counts, strict=True)
+    return [row for row, (finished, tokens, to_fill) in enumerate(rows) if finished or tokens == to_fill]

@@ -19,7 +19,7 @@ class ConstraintSizeError(ValueError):
 
 
 STRETCH = 2048
-"""Number of ids in a stretch. Their logits fit a core's L1 cache."""
+"""Number of consecutive ids in a stretch. Their logits fit a core's L1 cache."""
 
 
 class KeyGroups:

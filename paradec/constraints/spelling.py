@@ -149,8 +149,8 @@ _INVISIBLE = [byte for byte in range(256) if byte not in _VISIBLE]
 _ALPHABET = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(_INVISIBLE)}
 
 
-MAX_NEXT_BYTES, MAX_LITERALS = 8, 64
-"""Maximum number of next bytes inside a literal, and of literals from one state."""
+MAX_NEXT_BYTES, MAX_PREFIXES = 8, 64
+"""Maximum number of next bytes inside a literal; literals from a state end once they have this number of prefixes."""
 LITERAL_CONTEXTS = "", "\n", "a", '"'
 MAX_ENTRIES = 2**23
 """Maximum number of entries of all maps between states, including the maps of token prefixes."""
@@ -259,14 +259,14 @@ def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
     step, literals, heads = source.step.copy(), Literals(), [*dict.fromkeys((0, source.begin))]
     known = {*heads}
     for head in heads:  # `heads` grows
-        leaves = [(b"", head)] if is_literal[head] else []
-        leaves += [] if is_literal[head] else [(bytes([b]), to) for b, to in moves[head] if b >= 0 and is_literal[to]]
+        prefixes = [(b"", head)] if is_literal[head] else []
+        prefixes += [] if is_literal[head] else [(bytes([b]), to) for b, to in moves[head] if b >= 0 and is_literal[to]]
         text_ends, seen = list[tuple[bytes, int]](), {head}
-        for text, state in leaves:  # breadth first: `leaves` grows
-            if not is_literal[state] or text and state in seen or len(leaves) > MAX_LITERALS:
+        for text, state in prefixes:  # breadth first: `prefixes` grows
+            if not is_literal[state] or text and state in seen or len(prefixes) > MAX_PREFIXES:
                 text_ends.append((text, state))
             else:
-                leaves += [(text + bytes([byte]), target) for byte, target in moves[state]]
+                prefixes += [(text + bytes([byte]), target) for byte, target in moves[state]]
             seen.add(state)
         literals[head] = text_ends
         step[head, [source.letter_of[text[0]] for text, _ in text_ends]] = -1

@@ -139,7 +139,7 @@ def check_at_most(name: str, value: float, bound_name: str, bound: float) -> Non
 def check_number(
     name: str, value: Any, low: float = -math.inf, high: float = math.inf, none: bool = False, open_low: bool = False
 ) -> None:
-    """Raise ValueError unless `value` is a finite number in [low, high] (in (low, high] with `open_low`)."""
+    """Raise ValueError unless `value` is a finite number in [low, high] (`open_low`: above low), or None if `none`."""
     if value is None and none:
         return
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and is_finite(value)

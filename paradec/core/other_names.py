@@ -120,7 +120,7 @@ CONSTRAINTS = {
     "after": 'paradec.Choice(["yes", "no"], after=...): a constraint has the marker',
     "thinking_budget": 'paradec.Choice(["yes", "no"], after=..., thinking_budget=...)',
 }
-"""Constraint arguments of other libraries, and the replacement here."""
+"""Constraint arguments of other libraries, and what to write in paradec."""
 LOAD_ARGUMENTS = {
     "torch_dtype": "write dtype=",
     "trust_remote_code": "remote code is never executed; leave it out (docs/models.md has the formats)",

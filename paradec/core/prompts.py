@@ -73,7 +73,7 @@ def check_rows(model: Any, rows: list[list[int]]) -> None:
 
 
 def align_right(tensor: Tensor, lengths: np.ndarray, fill: int | bool) -> Tensor:
-    """Move rows [B, L] with `lengths` [B] entries from the first columns to the last ones."""
+    """Move the first `lengths` [B] entries of each row [B, L] to its last columns, and `fill` the others."""
     source = torch.arange(tensor.shape[1]) - (tensor.shape[1] - torch.as_tensor(lengths)).unsqueeze(1)
     return tensor.gather(1, source.clamp(min=0)).masked_fill(source < 0, fill)
 
@@ -92,8 +92,8 @@ def encode(
         placeholder: text that stands for a mask in texts and chats ("<mask>", "<mask:3>" for three). With it, strings
             become user turns only if `chat` is True, and an assistant's turn at the end of a chat stays open.
 
-    Raises ValueError for an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, a mask
-    with padding inside a row, or masks in text without a placeholder; TypeError for a prompt of another kind.
+    Raises ValueError for an empty prompt or batch, ids outside the vocabulary, text without a tokenizer, an attention
+    mask with padding inside a row, or mask tokens in text without a placeholder; TypeError for other prompts.
     """
     if isinstance(prompt, Prompts):
         return prompt

@@ -1,5 +1,5 @@
-"""Counter-based random numbers: each depends only on (row key, step, position, index of the draw). A repeated step
-draws the same numbers, whatever the other rows, padding or device. Philox4x32-10 (Salmon et al., "Parallel random
+"""Counter-based random numbers: each depends only on (row key, step, position, stream, index of the draw). A repeated
+step draws the same numbers, whatever the other rows, padding or device. Philox4x32-10 (Salmon et al., "Parallel random
 numbers: as easy as 1, 2, 3", SC 2011)."""
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ class WeightsLock:
         """Batches (`paradec.batching`) that decode with the weights."""
         self.updates = 0
         self._lock = threading.Lock()
-        self._queue = (
-            threading.Lock()
-        )  # one thread waits at a time, so that a stream of requests cannot starve an update
+        # one thread waits at a time, so that a stream of requests cannot starve an update
+        self._queue = threading.Lock()
         self._owner: int | None = None
         self._depth, self._version = 0, 0
         self._fingerprint: int | None = None
