@@ -3,8 +3,8 @@
 One call of such a model predicts every position from the positions decided before it
 (`paradec.models.base.Model.any_order`). The rank of a position is its index in the row's order. A chain of drafts runs
 along the ranks. With fixed noise, the tokens of one-by-one decoding are a fixed point that Jacobi steps reach in a few
-calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629). With random verification (any-subset
-models, arXiv 2504.20456), the model drafts for itself.
+calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629). With `sjd` and `scd`,
+drafts are accepted by the ratio p / q, as in any-subset models (arXiv 2504.20456).
 
 This module has the state; the loop is `paradec.samplers.causal.loop`. `committed` and slots count ranks; everything
 else counts positions of the canvas. Prompt tokens have the lowest ranks. Every step predicts all undecided positions,
@@ -55,10 +55,10 @@ def check(sampler: Any, model: Any) -> None:
 def start(
     sampler: Any, model: Any, encoded: Prompts, request: Request, *arguments: Any, state_type: Any = None
 ) -> OrderedState:
-    """Make the state of a request. Masks in the prompts are the positions to decode.
+    """Make the state of a request. Masks in the prompts, and `max_new_tokens` masks after each, are decoded.
 
     arguments: `grid` and `negative_prompt`, which must be None. state_type: by default `OrderedState`.
-    Raises ValueError: one of these arguments, guidance, a prompt without masks, or an order that does not fit a prompt.
+    Raises ValueError: one of these arguments, guidance, a row without masks, or an order that does not fit a row.
     """
     facts = model.facts
     if request.guidance_scale != 1 or any(value is not None for value in arguments):
@@ -96,10 +96,10 @@ def start(
 
 
 def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first_position: int) -> list[np.ndarray]:
-    """Return the positions [n] of each row by rank: prompt tokens, then undecided positions in the request's order.
-    Raises ValueError for lists that do not fit the rows.
+    """Return each row's positions [n] by rank: prompt tokens, undecided positions before `first_position`, then the
+    other undecided positions in the requested order. Raises ValueError for lists that do not fit the rows.
 
-    undecided: [n] bool of each row. first_position: the position that index 0 of an order stands for."""
+    undecided: [n] bool of each row. first_position: the position of cell 0; orders are orders of cells."""
     sizes = np.array([len(row) - first_position for row in undecided])
     if isinstance(requested, tuple):
         row_cells = _check_order_lists(requested, [row[first_position:] for row in undecided])
@@ -124,7 +124,7 @@ def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first
 
 
 def _check_order_lists(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
-    """Return one list of positions for each row. Raises ValueError for lists that do not fit the rows."""
+    """Return each row's cells in order. undecided: [n] bool of each row. Raises ValueError for lists that do not fit."""
     lists = requested if requested and isinstance(requested[0], tuple) else (requested,) * len(undecided)
     if len(lists) != len(undecided):
         raise ValueError(f"order has {len(lists)} lists for {len(undecided)} rows; give one, or one for each row")

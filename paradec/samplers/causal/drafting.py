@@ -43,7 +43,7 @@ from paradec.samplers.causal.window import VerifiedWindow, read_window
 DRAFT_SOURCES: dict[str, DraftSource] = {"block": DraftBlock(), "walk": DraftWalk(), "layers": DraftLayers()}
 """Sources for drafters that fill a whole window at once, by `FeatureDrafter.fills`."""
 NUM_PROBES = 256
-"""Number of evenly spaced ids that `check_vocabulary` compares."""
+"""`check_vocabulary` compares about this many evenly spaced ids."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class DraftingSampler(CausalSampler):
     """Base of the methods that accept drafts of another model: a chain of `window - 1` tokens, verified by `accept`, or
     a `tree`, verified by `node_rule`.
 
-    The drafter has a separate key/value store. It runs in `commit` and `start`. A drafter that reads hidden states
-    (`reads_features`: EAGLE, DFlash, MTP) drafts from `CausalQuery.hidden` of the model's last forward. With such a
-    drafter, rows have no drafts in the first step, which makes one token.
+    The drafter runs in `start` and `commit`, with a separate key/value store. A drafter that reads hidden states
+    (`reads_features`: EAGLE, DFlash, MTP) drafts from `CausalQuery.hidden` of the model's last forward. So with such a
+    drafter a row's first step verifies no drafts, and makes one token.
 
     Args:
         drafter: see `Speculative`. Methods with `window_drafters` also accept a drafter that fills a whole window or
@@ -106,7 +106,7 @@ class DraftingSampler(CausalSampler):
         object.__setattr__(self, name, value)
 
     def _use_drafter_tree(self, drafter: TokenRecycling) -> None:
-        """Set `tree` to the drafter's tree. Raises ValueError for another tree."""
+        """Set `tree` to the drafter's tree. Raises ValueError for another tree, or without `window_drafters`."""
         if not self.window_drafters:
             raise ValueError(f"drafter={drafter.name!r} must be a causal model for {self.name!r}")
         tree = self.tree
@@ -130,7 +130,7 @@ class DraftingSampler(CausalSampler):
 
     @property
     def drafter_slots(self) -> int | None:
-        """Slots of the window that the drafter fills at once; None: it drafts token by token."""
+        """Slots of the window that the drafter fills at once; None for drafters of trees or of single tokens."""
         return getattr(self.drafter, "slots", None)
 
     @property
@@ -228,7 +228,7 @@ class DraftingSampler(CausalSampler):
         self.draft_next(state, proposal.rows, proposal.quantities.get("features"))
 
     def draft_next(self, state: CausalState, rows: np.ndarray, features: Tensor | None) -> None:
-        """Fill the next windows or trees of `rows`. features: as in `DraftSource.fill`."""
+        """Fill the next windows or trees of `rows`, where drafts fit. features: as for `DraftSource.fill`, unfused."""
         active = np.flatnonzero(num_drafts_left(state, rows) > 0)
         if not len(active) or state.width == 1:
             return
@@ -350,7 +350,7 @@ def _join_hidden(state: CausalState, queries: list[CausalQuery]) -> Tensor:
 
 
 def check_vocabulary(model: Any, drafter: Any) -> None:
-    """Raise ValueError for vocabularies of different sizes, or tokenizers that differ in one of `NUM_PROBES` ids."""
+    """Raise ValueError for vocabularies of different sizes, or tokenizers that differ in one of the compared ids."""
     size, drafter_size = model.facts.vocab_size, drafter.facts.vocab_size
     if drafter_size != size:
         raise ValueError(

@@ -48,12 +48,12 @@ class Lantern(DraftingSampler, SJD):
     codes, as many as have a sum of at most `delta`, up to `k`. A rejected draft is resampled from norm(max(0, p - q)).
 
     Not lossless: given a draft, p changes by at most `delta` in total variation (`benchmarks/exactness.py` measures the
-    output). delta=0 is SJD (with a drafter: speculative decoding). Temperature 0 is greedy decoding for every delta; in
-    the public code it relaxes the distribution of temperature 1.
+    output). delta=0 is SJD (with a drafter: speculative decoding). Temperature 0 is greedy decoding for every delta,
+    whereas the public code then relaxes the distribution of temperature 1.
 
     Without a drafter it drafts as SJD does. The public code has a trained drafter (`paradec.load_drafter`), which draws
     a static tree (`tree="mc_sim_7b_63"`) or grows a dynamic tree (`tree=DynamicTree(59, 5)`). `LanternRule` verifies
-    trees. Its residual after a rejected node is not p - q; if tokens have probability 0, it is inexact even at delta=0.
+    trees. Its residual after a rejected node is not p - q. Even delta=0 is inexact if tokens have probability 0.
 
     Args:
         k: number of neighbours considered.
@@ -142,8 +142,8 @@ class LanternRule(Sequential):
 
     A draft of a dynamic tree is accepted with probability m(x). Drafts of a static tree are drawn without replacement.
     Such a draft is accepted with probability m(x) / q(x), where q is the draft distribution without the drafts before
-    it; a draft with q(x) = 0 is skipped. A rejection also removes the draft's k + 1 neighbours. If no probability
-    remains, all tokens are equally likely.
+    it; a draft with q(x) = 0 is skipped. If m(x) counts a neighbour, a rejection also removes the k + 1 nearest codes:
+    from p (dynamic tree), or from the q that is subtracted (static tree). If nothing remains, p is uniform.
 
     codes: [V, d]. k: number of neighbours; 0: the rule without LANTERN. additive, bound: see `relaxed_probability`.
     sampled: whether the drafts were drawn (static trees).

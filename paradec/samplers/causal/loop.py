@@ -2,7 +2,7 @@
 
 A step evaluates the last final token and a window of drafts after it with the key/value store, and reads the target
 distribution of every slot. `commit` verifies the drafts up to the first rejection (`verify`). It writes the accepted
-drafts and one more token, clears the store's slots after these, and drafts the next window (`draft_window`). Rows are
+drafts and one more token, drafts the next window (`draft_window`), and clears rejected drafts from the store. Rows are
 independent.
 """
 
@@ -142,7 +142,7 @@ class CausalSampler(Sampler):
     ) -> CausalState:
         """As `Sampler.start`.
 
-        model: a causal model, an image model, or a model of any order, whose prompts contain masks.
+        model: a causal model, an image model, or a model of any order, which fills the masks of its prompts.
         prompt, attention_mask: as in `paradec.generate`; rows may differ in length.
         request: temperature is 1 by default; 0 is greedy decoding.
         grid: layout of the image tokens after the prompt, for image models.

@@ -47,7 +47,7 @@ class SelfSpeculative(CausalSampler):
         rule: "ratio" accepts a draft x with probability min(1, p(x) / q(x)). "match" accepts it if it equals a token
             drawn from p, as in the published code; this accepts less often.
         threshold: None fills all masks in one call. A number fills them over several calls: each call fills the masks
-            whose token has at least this probability, and the mask with the most probable token. Then drafts depend on
+            whose token has at least this probability, and the mask with the most probable token. Such drafts depend on
             each other, which needs rule="match".
         adapter: whether to draft with the checkpoint's adapter; None: if the checkpoint has one.
     """
@@ -84,7 +84,7 @@ class SelfSpeculative(CausalSampler):
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def check_model(self, model: Any) -> None:
-        """Raise TypeError for a model of another kind, ValueError for a model without masks or a requested adapter."""
+        """Raise TypeError for a model of another kind, ValueError for one that cannot draft, or lacks the adapter."""
         Sampler.check_model(self, model)
         facts, self_drafting = model.facts, getattr(model, "self_drafting", None)
         reason = None
@@ -151,7 +151,7 @@ class SelfSpeculative(CausalSampler):
 
     def _draft_block(self, state: CausalState, rows: np.ndarray) -> None:
         """Fill a window of masks after the last final token; the call reads the model's store but does not write to it.
-        The drafts are drawn independently, each from the q of its mask's logits."""
+        With neither threshold nor constraint, each draft is drawn independently from the q of its mask's logits."""
         masks = torch.full((len(rows), state.width - 1), state.facts.mask_id, device=state.context.device)
         q = None
         if self.threshold is None:

@@ -2,12 +2,12 @@
 
 The token after the last accepted draft changes the distributions of the slots after it, so the next window's first
 drafts are rejected most often. Therefore each of its first `branching` slots has `siblings` distinct drafts, the same
-below every parent. Later slots continue the path of the first siblings. The tree is evaluated in one forward.
+below every parent. Later slots have drafts only below the path of first siblings. The tree takes one forward.
 
 - "maximal": the first sibling is drawn from the slot's q, each other sibling from q without the siblings before it.
   The rule "without_replacement" of `paradec.samplers.causal.trees` verifies them. Later slots are verified as a window.
 - "gumbel": a slot's token is argmax(log p + g), where g is the noise of its position. The siblings are the tokens of
-  largest log q + g. The walk continues if the slot's token is one of the siblings.
+  largest log q + g. Drafts below a sibling are verified only if the slot's token is this sibling.
 
 Both couplings are exact; the paper's public code is not (docs/fidelity.md).
 

@@ -35,7 +35,7 @@ class Speculative(DraftingSampler):
             an image model of the same family;
             an EAGLE, DFlash, DSpark or MTP drafter trained for this model, from `paradec.load_drafter`;
             "prompt_lookup" or a `paradec.samplers.causal.drafts.text.PromptLookup`;
-            "token_recycling", with rule="naive", or a `paradec.samplers.causal.drafts.text.TokenRecycling`;
+            with rule="naive", "token_recycling" or a `paradec.samplers.causal.drafts.text.TokenRecycling`;
             "self", which makes a `paradec.samplers.causal.self_speculative.SelfSpeculative`.
         window: slots evaluated at once without a tree: the next token and `window - 1` drafts. Leave it out with
             drafters that fill a whole window (prompt lookup, DFlash, DSpark, several MTP layers).

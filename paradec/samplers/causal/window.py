@@ -251,7 +251,7 @@ def draw_from_text(state: CausalState, rows: np.ndarray, uniform: Tensor) -> Ten
 def copy_neighbours(
     state: CausalState, rows: np.ndarray, init: str, positions: Tensor, num_known: Tensor, drafts: Tensor
 ) -> Tensor:
-    """Return the tokens [R, W] int64 of the neighbours of positions [R, W]; -1: no neighbour. init: see `SJD`."""
+    """Return the tokens [R, W] int64 of the neighbours of positions [R, W]; -1: none to copy. init: see `SJD`."""
     index = torch.as_tensor(rows, device=drafts.device)
     slot = torch.arange(state.width, device=drafts.device)
     if init.startswith("sample"):

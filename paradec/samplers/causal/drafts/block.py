@@ -1,8 +1,8 @@
 """Drafts of a whole window in one forward of the drafter (DFlash, `paradec.models.dflash`).
 
 The drafter reads the model's hidden states of the new final tokens and stores their keys and values. In the same call
-it reads the last final token and the masks after it, which are not stored. The logits of each mask give the q of its
-position, and the drafts are drawn independently. They are verified like any chain.
+it reads the last final token and the masks after it, which are not stored. `DraftBlock` draws each draft independently
+from its mask's logits, `DraftWalk` from left to right. The drafts are verified like any chain.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Rules that end a chain of drafts before its window is full. A rule is called after each draft; even if it stops, that
-draft is verified. So whether a draft is verified never depends on its own value, and every rule is exact."""
+"""Rules that end a chain of drafts before its window is full. A `StopRule` is called after each draft, which is
+then verified in any case; `Unconfident` does not read the draft. So no draft decides on its own verification: exact."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class TokenRecycling(NamedDrafter):
 
     The public code is greedy and decodes one row; its matrix starts with zeros and serves all requests. This class is
     exact at every temperature, has a matrix per row, and drafts nothing where an entry is unknown. As in the public
-    code, the matrix does not include the prompt. If a tree contains a token several times, its last node is stored.
+    code, the matrix does not include the prompt. If a tree contains a token several times, its last node counts.
 
     Args:
         k: number of next tokens stored per token. The matrix of a row needs 4 * k bytes per token of the vocabulary.
