@@ -109,14 +109,14 @@ def filter_logits(
     """
     if min_p:
         logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
-    nucleus = top_p is not None and top_p < 1
-    if not nucleus and (top_k is None or top_k >= logits.shape[-1]):
+    has_nucleus = top_p is not None and top_p < 1
+    if not has_nucleus and (top_k is None or top_k >= logits.shape[-1]):
         return logits
     if not logits.is_cpu or logits.dtype not in (torch.float32, torch.float64):
         return _filter_by_rank(logits, top_p, top_k)
     if logits.shape[-1] > SMALL_VOCABULARY:
-        return _filter_by_bounds(logits.detach(), top_p if nucleus else None, top_k, sorted_ties)
-    min_logit, is_exact = _find_min_logit(logits.detach(), top_p if nucleus else None, top_k)
+        return _filter_by_bounds(logits.detach(), top_p if has_nucleus else None, top_k, sorted_ties)
+    min_logit, is_exact = _find_min_logit(logits.detach(), top_p if has_nucleus else None, top_k)
     filtered = torch.where(logits.detach() < min_logit.unsqueeze(-1), -torch.inf, logits.detach())
     if not is_exact.all():
         filtered[~is_exact] = _filter_by_rank(logits[~is_exact], top_p, top_k)

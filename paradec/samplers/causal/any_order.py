@@ -124,7 +124,7 @@ def _row_orders(requested: Any, keys: Tensor, undecided: list[np.ndarray], first
 
 
 def _check_order_lists(requested: tuple[Any, ...], undecided: list[np.ndarray]) -> list[np.ndarray]:
-    """Return each row's cells in order. undecided: [n] bool of each row. Raises ValueError for lists that do not fit."""
+    """Return each row's cells in order. undecided: [n] bool per row. Raises ValueError for lists that do not fit."""
     lists = requested if requested and isinstance(requested[0], tuple) else (requested,) * len(undecided)
     if len(lists) != len(undecided):
         raise ValueError(f"order has {len(lists)} lists for {len(undecided)} rows; give one, or one for each row")

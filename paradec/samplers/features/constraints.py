@@ -73,7 +73,7 @@ class SpanConstraint(Feature):
         return draws[0, :, 0].cpu().numpy()
 
     def _marginals(self, state: Any, part: SpanPart, logits: Tensor) -> Marginals | None:
-        """Compute the marginals of a part; None for NaN or infinite logits, for which `commit` raises an error."""
+        """Compute the marginals of a part; None for NaN or +inf logits, for which `commit` raises an error."""
         marginals = Marginals(part.span.automaton, logits, part.tokens, part.state, part.last)
         if marginals.has_invalid_logits:
             return None
@@ -165,7 +165,7 @@ class MaskedConstraint(SpanConstraint):
         return tokens.flatten().index_copy(0, flat, sampled).view_as(current), quantities
 
     def _open_parts(self, state: Any, row: int, canvas: np.ndarray, stop: int | None = None) -> list[SpanPart]:
-        """List the undecided parts of spans in the row's window, up to position `stop`."""
+        """List the undecided parts of spans in the row's window, before position `stop` (None: the window's end)."""
         if stop is None:
             stop = int((state.length if "early_stops" in state.features else state.block_end)[row])
         return find_parts(self.spans[row], row, canvas, canvas == state.mask_id, int(state.block_start[row]), stop)

@@ -23,8 +23,8 @@ class PipelinedBlocks(FixedBlocks):
 
     "D2F", arXiv 2508.09192; "d3LLM", arXiv 2601.07568, and the public code of both. A step may commit undecided
     positions of all open blocks. After a step the next block is added if at least a share `add` of the last block's
-    positions is decided, but no block is added after an end token. The sampler's rule selects among all open blocks. A
-    rule that must commit one token commits the best token of the first block that is not full.
+    positions is decided, but no block is added after an end token. The sampler's rule selects among all open blocks. If
+    it must commit a token, it commits the best token of each block that `forced` names.
 
     These blocks work with samplers that need no schedule over steps and take no tokens back, on all models, with the
     usual block caches and with `delayed`, the cache made for them. `PipelinedBlocks(n, add=1, full=1)` is

@@ -27,8 +27,8 @@ class TokenControls(Feature):
     before `min_new_tokens`. Let a be the number of final occurrences of a token in the answer, and c that in prompt and
     answer. If c > 0, a positive logit is divided by `repetition_penalty`, any other logit is multiplied by it. Then
     `frequency_penalty` * a is subtracted, and `presence_penalty` if a > 0 (Keskar et al., arXiv 1909.05858, section
-    4.1; OpenAI's formulas). In a masked model, only tokens that were final before the step count, and prompt tokens
-    between masks belong to the prompt.
+    4.1; OpenAI's formulas). In a masked model, a and c include only tokens that were final before the step, and prompt
+    tokens between masks belong to the prompt.
     """
 
     request: Any
@@ -99,8 +99,8 @@ class TokenControls(Feature):
         for word in self.words:
             if list(answer[1 - len(word) :]) == word[:-1]:
                 logits[:, word[-1]] = -torch.inf
-        ids, values = self.bias
-        logits[:, ids] += values.to(logits.dtype)
+        bias_ids, bias_values = self.bias
+        logits[:, bias_ids] += bias_values.to(logits.dtype)
         min_tokens = torch.iinfo(torch.int64).max if self.request.ignore_eos else self.request.min_new_tokens
         for end in self.ends:
             logits[:, end].masked_fill_((offsets >= 0) & (offsets < min_tokens), -torch.inf)

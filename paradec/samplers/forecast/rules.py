@@ -108,7 +108,7 @@ class DiCache(Probe):
     As in the public code, changes are relative L1 changes from step to step. While the sum is below `threshold`, all
     blocks (also the probe) are replaced by the residual r_before + g (r_latest - r_before) of the last two evaluations.
     Here p is the probe's residual and g = |p - p_before| / |p_latest - p_before|, clipped to [1, 1.5]. This is "taylor"
-    of order 1 at a fractional step; other bases use this step. Raises ValueError if the number of steps is unknown.
+    of order 1 at a fractional step, at which other bases also forecast. Raises ValueError without a number of steps.
 
     Args:
         threshold: limit of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".

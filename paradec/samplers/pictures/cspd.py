@@ -184,8 +184,8 @@ class CSpD(ContinuousSampler):
     distributions to compare them. `nfe` counts the model's calls, `draft_nfe` the draft model's. As a baseline,
     `ratio=1` with `steps=nfe` makes as many calls of the model alone, with the same noise.
 
-    Of T steps the model makes the first 1 + floor(ratio T) alone. Then drafts are verified at every step whose number
-    is a multiple of `num_draft`, and at the last step.
+    Of T steps the model makes the first 1 + floor(ratio T) alone. Then drafts are verified at every step whose index
+    (from 0) is a multiple of `num_draft`, and at the last step.
 
     `mended` (the default) changes two parts of the public code's rule. Accepted tokens are not redrawn (the code
     redraws all tokens until each has a redrawn value), so that rows do not depend on each other. A token that is never

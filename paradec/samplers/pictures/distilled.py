@@ -43,7 +43,7 @@ class CellTeacher:
         """Number of tokens in the store, including the class."""
 
     def query(self, ids: Tensor, codes: Tensor, stage: int, step: int) -> Any:
-        """Make the query of cell `stage`. ids: [B, N] int64: tokens. codes: [V, C]: code vectors, for scales only."""
+        """Make the query of cell `stage`. ids: [B, N] int64: tokens. codes: [V, C], read by `ScaleTeacher`."""
         context = torch.cat((self.prompts, ids[:, :stage].repeat(self.branches, 1).to(self.prompts.device)), 1)
         index = np.arange(len(context))
         column = torch.arange(self.stored, stage + 1, device=context.device)
@@ -200,9 +200,9 @@ class Distilled(Sampler):
     number of tokens in the first t scales.
 
     A student has no guidance, and only its initial noise is random. A `teacher` draws the tokens from stage
-    `teacher_start` up to the second stage of `t_list`. It reads the codes nearest to the vectors of the student's first
-    call; teacher_start=0 omits that call. The request's `guidance_scale`, `temperature`, `top_k` and `top_p` apply to
-    the teacher.
+    `teacher_start` until the second stage of `t_list` begins. It reads the codes nearest to the vectors of the
+    student's first call; teacher_start=0 omits that call. The request's `guidance_scale`, `temperature`, `top_k` and
+    `top_p` apply to the teacher.
 
     Random numbers are counter-based: a picture depends on its seed and class, not on the other rows.
 

@@ -331,9 +331,9 @@ SPLIT_SHARE = 0.8
 
 @dataclass(frozen=True)
 class CoDe(VAR):
-    """The large model `drafter` makes the first `split` scales with a separate store. The small model then evaluates
-    the inputs of these scales in one call, which also returns the logits of scale `split` (from 0), and makes the other
-    scales. Drafts are not verified. `nfe` counts the small model's forwards, `state.draft_nfe` the large model's.
+    """The large model `drafter` makes the first `split` scales with a separate store, and the small model makes the
+    others. The small model's first call evaluates the inputs of scales 0 to `split`, and returns logits of scale
+    `split`. Drafts are not verified. `nfe` counts the small model's forwards, `state.draft_nfe` the large model's.
 
     The public code also draws tokens of the drafted scales from the small model's unguided logits, and discards them;
     this class does not. If the public code has one seed for both models, the small model repeats the large model's
