@@ -127,7 +127,7 @@ class Batch:
         self._groups, self._ended = list[Group](), list[Ticket]()
         self._max_positions: int | None = None  # limit of rows times columns, set when memory runs out
         self._uncapturable = ""  # reason of the last failed graph capture
-        self._callbacks: deque[Any] = deque()  # ended tickets whose on_done was not called yet
+        self._unnotified: deque[Any] = deque()  # ended tickets whose on_done was not called yet
         self._step_thread: int | None = None  # the thread that runs a step
         self._step_lock = threading.Lock()
         weights_lock(model).batches.add(self)
@@ -235,7 +235,7 @@ class Batch:
         if self._step_thread != threading.get_ident():
             with self._exclusive_step():
                 self._end_all()
-            call_on_done(self._callbacks)
+            call_on_done(self._unnotified)
 
     def __enter__(self) -> Self:
         return self
@@ -262,7 +262,7 @@ class Batch:
                 elif not self.waiting:
                     for group in self._groups:
                         group.compact()
-        call_on_done(self._callbacks)
+        call_on_done(self._unnotified)
         return self.ended()
 
     def ended(self) -> list[Ticket]:
@@ -595,7 +595,7 @@ class Batch:
         ticket.output = output
         self._ended.append(ticket)
         if ticket.on_done is not None:
-            self._callbacks.append(ticket)
+            self._unnotified.append(ticket)
 
     def _cancel(self) -> None:
         """End the prompts that were cancelled."""

@@ -24,7 +24,7 @@ class DelayedCache(RangeCache):
     values, but works with all block policies. Approximate on bidirectional models, where cached keys ignore new tokens.
     Differences from the public codes: the code for Dream stores waiting blocks in whole steps, counts them as not
     stored and attends to them twice. Here a row has one stored length, as in the code for LLaDA. On shifted models the
-    position left of the first undecided block is evaluated too; the code reads the wrong logits there.
+    position left of the first undecided block is evaluated too; the code for Dream reads the wrong logits there.
 
     Args:
         cache_delay_iter: steps that a full block waits, at least 1; the published scripts use 1 and 2.

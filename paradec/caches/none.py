@@ -23,5 +23,5 @@ class NoCache(Cache):
     facts = CacheFacts(uses_store=False, topologies=ANY, exact_on=ANY, supports_suffix=True)
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
-        rows = np.arange(len(state.rows))
-        return make_single_part(state, rows) or full_parts(state, rows)
+        index = np.arange(len(state.rows))
+        return make_single_part(state, index) or full_parts(state, index)

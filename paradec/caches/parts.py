@@ -80,11 +80,11 @@ def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float =
     # best[i]: positions evaluated for ordered[i:] in one group; each pass adds a group ordered[i:j]
     best = np.append(ordered * (count - np.arange(count)), 0)
     starts = np.arange(count + 1)
-    widths = np.append(ordered, 0)[:, None] * (starts[None, :] - starts[:, None])
-    widths = np.where(starts[None, :] > starts[:, None], widths, np.iinfo(np.int64).max // 2)
+    costs = np.append(ordered, 0)[:, None] * (starts[None, :] - starts[:, None])  # of ordered[i:j], in positions
+    costs = np.where(starts[None, :] > starts[:, None], costs, np.iinfo(np.int64).max // 2)
     cuts: list[np.ndarray] = []
     while len(cuts) < limit - 1 and best[0] > waste * total:
-        options = widths + best
+        options = costs + best
         cuts.append(options.argmin(1))
         best = np.append(options.min(1)[:-1], 0)
     groups, start = [], 0

@@ -40,15 +40,15 @@ class RecapCache(StoredCache):
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         assert picks is not None  # requested by `facts.evaluates`
         is_full = (picks < 0).all(1)
-        full_rows, local_rows = np.flatnonzero(is_full), np.flatnonzero(~is_full)
-        # at most three calls in all
-        parts = full_parts(state, full_rows, 1 if len(local_rows) else 3, self.shape_multiple) if len(full_rows) else []
-        if not len(local_rows):
+        full_index, local_index = np.flatnonzero(is_full), np.flatnonzero(~is_full)
+        limit = 1 if len(local_index) else 3  # at most three calls in all
+        parts = full_parts(state, full_index, limit, self.shape_multiple) if len(full_index) else []
+        if not len(local_index):
             return parts
-        rows, column = state.window.rows[local_rows], np.arange(state.canvas.shape[1])
-        needed = np.zeros((len(local_rows), len(column)), bool)
-        row, pick_index = (picks[local_rows] >= 0).nonzero()
-        needed[row, picks[local_rows][row, pick_index]] = True
+        rows, column = state.window.rows[local_index], np.arange(state.canvas.shape[1])
+        needed = np.zeros((len(local_index), len(column)), bool)
+        row, pick_index = (picks[local_index] >= 0).nonzero()
+        needed[row, picks[local_index][row, pick_index]] = True
         if self.recompute_prompt:
             needed |= column < state.prompt_length[rows, None]
-        return parts + subset_parts(state, local_rows, needed, 2 if len(full_rows) else 3, self.shape_multiple)
+        return parts + subset_parts(state, local_index, needed, 2 if len(full_index) else 3, self.shape_multiple)

@@ -39,16 +39,16 @@ class StoredCache(Cache):
 
     def plan(self, state: Any, picks: np.ndarray | None = None) -> list[Part]:
         is_full = self.needs_refresh(state, state.window.rows)
-        full_rows, partial_rows = np.flatnonzero(is_full), np.flatnonzero(~is_full)
-        if not len(partial_rows):
-            return full_parts(state, full_rows, multiple=self.shape_multiple)
-        if not len(full_rows):
-            return self.partial(state, partial_rows, picks, 3)
+        full_index, partial_index = np.flatnonzero(is_full), np.flatnonzero(~is_full)
+        if not len(partial_index):
+            return full_parts(state, full_index, multiple=self.shape_multiple)
+        if not len(full_index):
+            return self.partial(state, partial_index, picks, 3)
         # at most three calls per step: two of them for full or for partial rows, whichever pads less
         plans = [
-            full_parts(state, full_rows, count, self.shape_multiple)
-            + self.partial(state, partial_rows, picks, 3 - count)
-            for count in ((1, 2) if len(full_rows) > 1 else (1,))
+            full_parts(state, full_index, count, self.shape_multiple)
+            + self.partial(state, partial_index, picks, 3 - count)
+            for count in ((1, 2) if len(full_index) > 1 else (1,))
         ]
         return min(plans, key=lambda parts: sum(part.positions.size for part in parts))
 

@@ -171,13 +171,13 @@ class Suffix:
         np.put_along_axis(is_lowest, lowest, True, axis=1)
         return is_near & is_lowest
 
-    def _draw_as_published(self, num_later: int, size: int, generator: torch.Generator) -> np.ndarray:
+    def _draw_as_published(self, suffix_length: int, size: int, generator: torch.Generator) -> np.ndarray:
         """Draw numbers [1, size] float64 as DPad does: uniform for "gaussian", else a permutation of the window."""
         numbers = np.ones((1, size))
         if self.density == "gaussian":
-            draws = torch.rand(num_later, generator=generator, device=generator.device).cpu().numpy()
-            numbers[0, : min(num_later, size)] = draws[:size]
+            draws = torch.rand(suffix_length, generator=generator, device=generator.device).cpu().numpy()
+            numbers[0, : min(suffix_length, size)] = draws[:size]
         else:
-            order = torch.randperm(min(num_later, size), generator=generator, device=generator.device).cpu().numpy()
+            order = torch.randperm(min(suffix_length, size), generator=generator, device=generator.device).cpu().numpy()
             numbers[0, order] = np.arange(len(order)) / max(len(order), 1)
         return numbers

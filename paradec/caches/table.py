@@ -36,7 +36,7 @@ class Verdict:
 
 
 def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdict:
-    """Decide whether a sampler works with a cache on a model, and whether it is exact.
+    """Decide whether a sampler works with a cache on a model, and whether the results are exact.
 
     sampler: a sampler or its class. facts: the model's `topology`, `prediction`, `whole_blocks` and `name`.
     stores: whether the model supports a key/value store."""

@@ -78,7 +78,7 @@ class EndOfText:
 
     def __call__(self, state: Any, tokens: np.ndarray) -> np.ndarray | None:
         is_end = tokens == self.ids[0]
-        for end in self.ids[1:]:  # at most two ids; np.isin takes ten times as long
+        for end in self.ids[1:]:  # np.isin takes ten times as long for two ids
             is_end |= tokens == end
         if not is_end.any():
             return None

@@ -231,8 +231,8 @@ class MaskedSampler(Sampler):
         return [drop_decided(state, query) for query in queries]
 
     def propose(self, state: MaskedState, outputs: list[Tensor], queries: list[WindowQuery]) -> MaskedProposal:
-        """Propose a candidate token and its scores for every evaluated window position; other positions get the current
-        token and 0. outputs: logits per query, [R, W, V], or [R, K, V] at the query's K `window.columns`."""
+        """Propose a candidate token and its scores for every evaluated window position; values at other positions are
+        undefined. outputs: logits per query, [R, W, V], or [R, K, V] at the query's K `window.columns`."""
         window, features = state.window, state.features
         generator = None if state.generator is None else state.generator.clone_state()
         current = window.read(state.canvas)
@@ -423,7 +423,7 @@ class MaskedSampler(Sampler):
     def _check_decision(
         self, state: MaskedState, rows: np.ndarray, confidence: np.ndarray, committed: np.ndarray
     ) -> None:
-        if not math.isfinite(np.add.reduce(confidence, None)):  # a NaN or infinite logit makes confidence NaN
+        if not math.isfinite(np.add.reduce(confidence, None)):  # logits with NaN or +inf make confidence NaN
             broken = rows[~np.isfinite(confidence).all(1)]
             raise NotFinite.at_steps(broken, state.row_step[broken])
         if self.needs.may_wait:  # only the last planned step must commit
@@ -504,7 +504,7 @@ def _wanted_columns(state: MaskedState, part: Part) -> tuple[Tensor, Tensor | No
     if part.kind == "full":
         if source is state.window.host_positions and state.branches == 1 and state.window.host_valid is None:
             return state.window.positions, None
-        if state.window.host_valid is not None:  # padding may lie beyond the row
+        if state.window.host_valid is not None:  # padding may lie beyond the call's columns
             source = np.minimum(source, part.positions.shape[1] - 1)
         return state.per_branch(source), None
     return find_columns(state, part, source)

@@ -23,7 +23,7 @@ from paradec.request import Request
 
 @dataclass
 class Window:
-    """Positions of the open block of each running row; with early stops, all positions from the block to the row's end.
+    """Positions of the open block of each running row; with early stops, all from the block's start to the row's end.
     Shapes: `R` rows, `W` positions of the widest row."""
 
     rows: Any

@@ -217,7 +217,7 @@ class CanvasSampler(Sampler):
         is_unchanged = (proposal.values == previous).all(1)
         tokens = proposal.values.cpu().numpy()
         entropy, is_unchanged = torch.stack((entropy, is_unchanged.double())).cpu().numpy()
-        if not math.isfinite(np.add.reduce(entropy)):  # a NaN or infinite logit makes entropy NaN
+        if not math.isfinite(np.add.reduce(entropy)):  # logits with NaN or +inf make entropy NaN
             broken = rows[~np.isfinite(entropy)]
             raise NotFinite.at_steps(broken, state.row_step[broken])
 
@@ -263,7 +263,7 @@ class CanvasSampler(Sampler):
         rows, undecided, positions = proposal.rows, proposal.available, proposal.positions
         keys, steps = state.keys[state.index(rows)], state.index(state.row_step[rows])
 
-        def draw_noise() -> Tensor:
+        def draw_uniform() -> Tensor:
             return rng.uniform(keys, steps, positions, 1, rng.POSITION_STREAM).squeeze(-1)
 
         view = View(
@@ -278,8 +278,8 @@ class CanvasSampler(Sampler):
             current=state.noisy(rows),
             editable=torch.zeros_like(undecided),
             top=top_by_rank,
-            draw=draw_noise,
-            choose=lambda scores, count: top_by_rank(scores + rng.gumbel(draw_noise()), count),
+            draw=draw_uniform,
+            choose=lambda scores, count: top_by_rank(scores + rng.gumbel(draw_uniform()), count),
             ends=state.ends,
         )
         return run_select(state.rule, view) & undecided

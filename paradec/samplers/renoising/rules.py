@@ -54,7 +54,7 @@ def check_rule(rule: MaskedSampler, user: str) -> MaskedSampler:
 
 
 def quota(rule: MaskedSampler, num_undecided: Tensor, step: np.ndarray, steps: int) -> Any:
-    """Compute `view.quota` of a rule with a schedule: ceil(num_undecided [R] * step [R] / steps), or one per member."""
+    """Compute `view.quota`: ceil(num_undecided [R] * step [R] / steps), or None; a tuple of these for a combination."""
     if isinstance(rule, Combination):
         return tuple(quota(member, num_undecided, step, steps) for member in rule.rules)
     if type(rule).quota is MaskedSampler.quota or not rule.uses_steps:

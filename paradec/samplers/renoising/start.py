@@ -147,7 +147,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
 
 
 def _find_canvas_starts(row: list[int], end: int, width: int) -> np.ndarray:
-    """Find the canvas starts in a row of length `end`: each at the first position to fill after the last canvas."""
+    """Find the canvas starts in a row of length `end`: each at the first position to fill after the previous canvas."""
     holes = [*(position for position, token in enumerate(row) if token == HOLE), *range(len(row), end)]
     starts: list[int] = []
     for position in holes:

@@ -50,7 +50,7 @@ class DraftLogits(WindowLogits):
 
 
 def build_queries(state: MaskedState, drafts: list[DraftState], counts: np.ndarray, tree: bool) -> list[WindowQuery]:
-    """Build one query per part of the cache's plan, or two if only some rows of the part have several drafts.
+    """Build one query per part of the cache's plan; with a store or `tree`, a second one for rows with a single draft.
     counts: [R] int64, drafts of each row. tree: whether all drafts of a row are in one row of the call."""
     queries: list[WindowQuery] = []
     for part in state.cache.plan(state):

@@ -251,8 +251,8 @@ class FreeDave(DraftingSampler):
     def _write_steps(
         self, state: MaskedState, windows: np.ndarray, num_committed: np.ndarray, num_steps: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Write windows [K, R, W] of `num_steps` [R] steps until a stop rule ends a row; return the number of written
-        steps [R], and the ends [R]."""
+        """Write the windows [K, R, W] of each row's first `num_steps` [R] steps, or fewer if a stop rule ends the row.
+        Returns the number of written steps [R]; and the ends [R], None if no row ends."""
         window, rows, index = state.window, state.window.rows, np.arange(len(num_steps))
         ends = np.full(len(num_steps), NEVER)
         last_step = int(num_steps.max()) - 1

@@ -39,9 +39,9 @@ class LoPA(DraftingSampler):
     the open blocks; the first branch gets the most confident of these tokens, and so on. A branch's score is alpha * c
     + (1 - alpha) * m. c is the confidence of its additional token, or 1 for the row itself. m is the mean confidence of
     the least confident share `tail` of its undecided positions, or 1 if it has none. The branch with the highest score
-    replaces the row, and the base decides from its logits. Among equal scores, the branch with the most confident token
-    wins; the row itself comes last, as in the public code. A block's first step has no branches. With a cache, the
-    first step after the first open block was filled has no branches either.
+    replaces the row, and the base decides from that branch's logits. Among equal scores, the most confident additional
+    token wins; the row itself comes last, as in the public code. A block's first step has no branches. With a cache,
+    the first step after the first open block was filled has no branches either.
 
     Args:
         base: the sampler whose steps are run: a name, a masked sampler, or its `to_dict`; the paper's is D2F's rule,

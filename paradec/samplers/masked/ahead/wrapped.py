@@ -169,9 +169,9 @@ def why_not_a_base(base: MaskedSampler) -> str | None:
         return "it takes tokens back"
     if getattr(base.blocks(None), "reads_logits", False):
         return "its blocks depend on logits, which drafts do not have yet"
-    for part in LOOP_METHODS:
-        if overrides(base, part):
-            return f"it overrides `{part}`, so that its step is more than `select`"
+    for method in LOOP_METHODS:
+        if overrides(base, method):
+            return f"it overrides `{method}`, so that its step is more than `select`"
     return None
 
 

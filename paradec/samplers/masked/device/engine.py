@@ -76,7 +76,7 @@ class DeviceEngine:
         """Whether steps change rows; False in the warm-up and capture of graphs."""
         self.flags = zeros(4)
         """Set by `_update_flags`, read by the host."""
-        self.features: dict[str, Any] = {}  # no feature changes a device step
+        self.features: dict[str, Any] = {}  # empty; the one supported feature, `holes`, is in `layout`
         self.longest_plan = layout.longest_plan
         self.generator = None
         self.model: Any = None

@@ -37,7 +37,7 @@ class DeviceRows:
         row_layout, layout = layout.for_slots(engine.batch), engine.layout
         sizes: Any = {name: max(getattr(layout, name), getattr(row_layout, name)) for name in SIZES}
         layout = replace(layout, **sizes, holes=layout.holes or row_layout.holes)
-        if layout != engine.layout or fingerprint(self.model) != self.module:  # graphs have the old layout or weights
+        if layout != engine.layout or fingerprint(self.model) != self.model_key:  # graphs have old shapes or weights
             self._move_rows(np.arange(engine.batch), layout)
         self.engine.replace_rows(np.array([slot]), state, table)
 
@@ -76,11 +76,11 @@ class DeviceRows:
 
     def close(self) -> None:
         """Return the engine and its graphs to the model, for later rows with the same layout."""
-        return_engine(self.model, self.engine, self.module)
+        return_engine(self.model, self.engine, self.model_key)
 
     @torch.inference_mode()
     def _make_engine(self, layout: StepLayout) -> None:
-        self.engine, self.module = take_engine(self.model, layout)
+        self.engine, self.model_key = take_engine(self.model, layout)
         self.engine.clear(self.model)
 
     def _move_rows(self, rows: np.ndarray, layout: StepLayout) -> None:

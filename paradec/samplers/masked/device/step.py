@@ -88,7 +88,7 @@ def decode(
 
 def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: bool, poll_every: int) -> None:
     table = block_table(state)
-    engine, module = take_engine(model, StepLayout.from_state(sampler, state, table[0], capture))
+    engine, model_key = take_engine(model, StepLayout.from_state(sampler, state, table[0], capture))
     engine.load(model, state, table)
     try:
         engine.run(poll_every)
@@ -98,22 +98,22 @@ def _decode(sampler: MaskedSampler, model: Any, state: MaskedState, capture: boo
         engine.write_back(state)
         raise  # the engine is dropped: its store may contain NaN
     engine.write_back(state)
-    return_engine(model, engine, module)
+    return_engine(model, engine, model_key)
 
 
 def take_engine(model: Any, layout: StepLayout) -> tuple[DeviceEngine, Any]:
     """Take an engine with this layout from the model, or make one; also return the model's `fingerprint`. A concurrent
     request does not find the taken engine, and makes another."""
-    module = fingerprint(model)
-    for key in [key for key in model.engines if key[1] != module]:  # their weights were replaced
+    model_key = fingerprint(model)
+    for key in [key for key in model.engines if key[1] != model_key]:  # their weights were replaced
         del model.engines[key]
-    return model.engines.pop((layout, module), None) or DeviceEngine(layout), module
+    return model.engines.pop((layout, model_key), None) or DeviceEngine(layout), model_key
 
 
-def return_engine(model: Any, engine: DeviceEngine, module: Any) -> None:
+def return_engine(model: Any, engine: DeviceEngine, model_key: Any) -> None:
     """Return an engine to the model; drop the least recently used engines beyond the limits."""
     engine.model = None
-    model.engines[engine.layout, module] = engine
+    model.engines[engine.layout, model_key] = engine
     max_bytes = float("inf")
     if engine.device.type == "cuda":
         max_bytes = MAX_STORE_SHARE * torch.cuda.get_device_properties(engine.device).total_memory

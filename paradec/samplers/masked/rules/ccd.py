@@ -84,10 +84,10 @@ class CCD(LowConfidence):
         if self.history == 1:
             return logits, updates
         columns = pad(columns.masked_fill(~is_masked, -1), (0, self.buffer - columns.shape[1]), value=-1)
-        buffered = select_columns(logits, columns.clamp(min=0))
-        buffered = buffered.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
-        buffered.masked_fill_((columns < 0).unsqueeze(-1), 0)
-        distributions = [buffered, *(stage.memory[name] for name in self._distribution_names[:-1])]
+        newest = select_columns(logits, columns.clamp(min=0))
+        newest = newest.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).float()
+        newest.masked_fill_((columns < 0).unsqueeze(-1), 0)
+        distributions = [newest, *(stage.memory[name] for name in self._distribution_names[:-1])]
         updates |= {
             "columns": torch.cat((columns.unsqueeze(1), stage.memory["columns"][:, :-1]), 1),
             **dict(zip(self._distribution_names, distributions, strict=True)),
@@ -95,7 +95,7 @@ class CCD(LowConfidence):
         return self._average(logits, stage), updates
 
     def _average(self, logits: Tensor, stage: Stage) -> Tensor:
-        """Replace logits [R, W, V] by log averages at undecided positions in earlier buffers, of E entries in all."""
+        """Replace logits [R, W, V] by log averages at undecided positions among the E entries of earlier buffers."""
         earlier = torch.cat([stage.memory[name] for name in self._distribution_names], 1)  # [R, E, V]
         earlier_columns = stage.memory["columns"].flatten(1)  # [R, E]
         window = torch.arange(logits.shape[1], device=logits.device).unsqueeze(1)

@@ -21,9 +21,9 @@ class CCDAgree(LowConfidence):
 
     Q is the set of positions in both V and B whose best token is the same as in the previous step. A step commits Q if
     T and B share a position and Q has at least b positions. In all other cases, and in the first `warmup` steps, the
-    step commits T. Then the n still masked positions of lowest entropy become the new B. n starts at 1. From the
-    last warmup step on it grows by one per step, up to b * (1 + expand_ratio). It is 2 once at most a share `tail` of
-    the block's initial masks is left.
+    step commits T. Then the n still masked positions of lowest entropy become the new B. n is 1 before the last warmup
+    step, and 2 in it (without warmup, in the first step); then it grows by one per step, up to b * (1 + expand_ratio).
+    It is 2 once at most a share `tail` of the block's initial masks is left.
 
     Args:
         warmup: steps of a block before agreement is used, at least 0.

@@ -41,7 +41,7 @@ class Credit(MaskedSampler):
     Each row's credit starts at 0 in every block. The best token gets credit, even if another token is drawn at
     temperature > 0. At positions that a cache does not evaluate in a step, credit neither grows nor decays.
 
-    Except for `threshold` (0.95 there), the defaults are those that third parties report for the paper's final version.
+    The defaults are those that third parties report for the paper's final version, except `threshold` (0.95 in it).
     Presets "dinfer" and "sglang" have the settings of these projects. SGLang's code compares the larger of the raw and
     the fused probability with the threshold, and lets a token that takes over a slot inherit its credit; not so here.
     """

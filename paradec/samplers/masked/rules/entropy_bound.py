@@ -20,8 +20,8 @@ class EntropyBound(MaskedSampler):
     Args:
         gamma: the bound in nats, at least 0. Usual values for text are 0.001 to 0.1.
 
-    Entropies are those of the distribution that tokens are drawn from (tempered and filtered; at temperature 0 the
-    model's own).
+    Entropies are those of the distribution that tokens are drawn from: filtered, and at a temperature above 0 also
+    tempered.
     """
 
     gamma: float = 0.1

@@ -29,9 +29,9 @@ class Learn2PD(MaskedSampler):
         filter_threshold: accept a position if the filter's probability that it is final exceeds this, in [0, 1].
         eot: which end tokens shorten the canvas ("EoTP"). "committed" is the paper's rule: once an end token is
             final, all positions after it are dropped; the row continues until all positions before it are decided.
-            "greedy" is the public code's rule: while no end token is final, the most confident predicted end token also
-            drops the positions after it, without becoming final. "none", or a request with `eos_early_stop=False`,
-            drops nothing.
+            "greedy" is the public code's rule: a step that makes no end token final also drops the positions after the
+            most confident predicted end token, which does not become final. "none", or a request with
+            `eos_early_stop=False`, drops nothing.
         eot_confidence: lowest confidence of an end token that drops the positions after it, in [0, 1].
         allow_mismatch: accept a filter that was trained for another model, block length or cache.
 
@@ -117,5 +117,5 @@ class Learn2PD(MaskedSampler):
             best = predicted.argmax(1, keepdim=True)
             is_predicted = (cut < 0) & (predicted.gather(1, best) > -torch.inf)
             cut = torch.where(is_predicted, best, cut)
-        position = view.positions.gather(1, cut.clamp(min=0)) + 1
-        return torch.where(cut < 0, UNCUT, position).squeeze(1)
+        length = view.positions.gather(1, cut.clamp(min=0)) + 1
+        return torch.where(cut < 0, UNCUT, length).squeeze(1)

@@ -23,11 +23,11 @@ from paradec.samplers.statistics import top_by_rank
 @dataclass(frozen=True)
 class Levenshtein(MaskedSampler):
     """Every step fills the masks with confidence > threshold, but at least one more than the masks that the model has
-    inserted. It also replaces each decided token (prompt tokens excepted) by the best token, if this has confidence >
-    editing_threshold. The model may also predict that a position is deleted, or that a mask is inserted before it (a
-    split). Then the tokens after this position move, up to the next prompt position. A block keeps its length:
-    deletions add masks at its end, and tokens that splits push over its end are lost. The block closes when a step
-    would change nothing, or after `max_post_steps` further steps once its initial masks are filled.
+    inserted; once the block's initial masks are filled, all masks. It also replaces each decided token (prompt tokens
+    excepted) by the best token, if this has confidence > editing_threshold. The model may also predict that a position
+    is deleted, or that a mask is inserted before it (a split). Then the tokens after this position move, up to the next
+    prompt position. A block keeps its length: deletions add masks at its end, and tokens that splits push over its end
+    are lost. The block closes when a step would change nothing, or after `max_post_steps` steps without initial masks.
 
     If the block has the same tokens as before an earlier step, the least confident change gets a token that was not yet
     written at its position. A block of B positions needs at most B + max_post_steps + 1 steps.

@@ -31,7 +31,7 @@ class MaskGIT(MaskedSampler):
             ln p(token) + choice_temperature * (1 - (t + 1) / T) * Gumbel noise.
 
     Set `steps` (T; 8 to 12 in the paper) and `temperature=1`, as in the paper. With the defaults of `paradec.generate`,
-    a step commits one token, without a draw.
+    a step commits one position, which gets its best token.
 
     Args:
         schedule: number of masks that remain after step t, of n at the start, rounded down. With r = (t + 1) / T, it is

@@ -89,7 +89,7 @@ class Prophet:
                 positions = start[index] + np.array(_positions(answer))
                 positions = positions[positions < state.length[row]]
                 in_answer[index, positions] = True
-                is_known[index] = len(positions) > 0  # positions beyond the end of the row are never decided
+                is_known[index] = len(positions) > 0  # an answer beyond the row's end stays unknown
         span = np.take_along_axis(in_answer, window.host_positions, 1)
         return span if window.host_valid is None else span & window.host_valid, is_known
 

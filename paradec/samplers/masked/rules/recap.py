@@ -41,8 +41,8 @@ class Recap(MaskGIT):
             noise falls from group to group, the temperature from step to step. A local step has the guidance scale of
             the previous step, as in the public code.
 
-    Set `steps` (16 to 32) and `temperature=1`. For l > 1, the public code advances twice, which loses or repeats some
-    tokens, and its last counts can be negative. Here groups are as described, and counts are at least 1.
+    Set `steps` (16 to 32) and `temperature=1`. For l > 1, the public code's groups lose or repeat some tokens, and its
+    last counts can be negative. Here groups are as described, and counts are at least 1.
     """
 
     schedule: str = "power"

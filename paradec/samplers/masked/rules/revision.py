@@ -79,8 +79,8 @@ def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray
 def stable_tokens(
     sampler: Any, state: MaskedState, rows: np.ndarray, arrays: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """Return which rows [R] hold their full block open, and the window's tokens [R, W] for stop rules. In blocks that
-    stay open, masks replace this step's tokens (with `ends_with_block`, all tokens). arrays: from `to_host`."""
+    """Return which rows hold their full block open ([R] bool; None: no row), and the window's tokens [R, W] for stop
+    rules: masks for this step's tokens (with `ends_with_block`, all) in blocks that stay open. arrays: of `to_host`."""
     holds_block = arrays.get("hold_block")
     closes = state.remaining[rows] <= 0
     if holds_block is not None:

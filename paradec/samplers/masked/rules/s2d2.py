@@ -261,7 +261,7 @@ class S2D2(MaskedSampler):
         return tokens, {"confidence": confidence, "write": write, "drafts": drafts, "draft_p": draft_p, **updates}
 
     def _fill(self, state: Any, p: Tensor, masks: Tensor, decided: Tensor, step: Tensor) -> Tensor:
-        """Choose positions to commit [R, W] bool: `decided`, and other masks if these are too few for the schedule."""
+        """Choose positions to commit [R, W] bool: `decided`, and masks that the schedule or `confident_too` adds."""
         block = state.facts.block_length
         steps = block if self.block_steps is None else min(self.block_steps, block)
         num_required = block // steps + (step < block % steps).long()

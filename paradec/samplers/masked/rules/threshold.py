@@ -25,7 +25,7 @@ class Threshold(MaskedSampler):
         threshold: probability that a token must reach, in [0, 1].
         quota_per_step: "none" is the paper's rule, without `steps`. Otherwise a block of n masks has a quota of n //
             steps positions per step; without `steps`, of one. "carry" (Fast-dLLM's code for Dream without cache)
-            commits at most the quota and the unused part of earlier quotas. "least" (LLaDA2.0's and SDAR's code)
+            commits at most the quota plus the unused part of earlier quotas. "least" (LLaDA2.0's and SDAR's code)
             commits at least the quota, which is one more in the first n % steps steps. For "least" on a block-causal
             model, n is the block length, even if the prompt ends inside the block.
 
