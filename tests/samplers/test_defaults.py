@@ -1,8 +1,6 @@
 """Defaults follow the papers, or their public code if a paper states none.
 
-This is a second copy of the defaults: docs/tables/settings.csv has those of samplers, caches and presets, this file the
-others. Change a default in both places, with its source.
-"""
+A changed default must also be changed in docs/tables/settings.csv (samplers, caches, presets) or here (the others)."""
 
 import dataclasses
 from typing import Any
@@ -29,7 +27,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def test_samplers_caches_and_presets() -> None:
-    """A window of None is 16, as in all scripts of SJD. For canvas samplers, None means the checkpoint's value."""
+    """In the table a window of None means 16, as in SJD's scripts; a canvas sampler's None is the checkpoint's value."""
     tables = load_script("benchmarks/tables.py")
     published = (ROOT / "docs" / "tables" / "settings.csv").read_text(encoding="utf-8")
     assert tables.to_csv(tables.settings_table()).splitlines() == published.splitlines()
@@ -43,7 +41,7 @@ def test_values(name: str) -> None:
     assert {field.name: field.default for field in fields} == VALUES[name]
 
 
-def test_blocks_of_a_model_that_names_none(llada: Model, dream: Model) -> None:
+def test_block_lengths_of_checkpoints_that_name_none(llada: Model, dream: Model) -> None:
     assert llada.default_block_length == 32
     assert dream.default_block_length is None
 

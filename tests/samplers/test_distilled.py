@@ -151,7 +151,7 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
 def test_decoding_with_a_teacher_equals_a_plain_loop(
     start: int, split: int, scale: float, sampling: dict[str, Any]
 ) -> None:
-    """The plain loop evaluates the teacher's whole sequence for every token; the reference has no guidance of 1."""
+    """The plain loop evaluates the teacher's whole sequence for every token."""
     student, teacher = tiny_student(), tiny_llamagen()
     sampler = Distilled(t_list=(0, 6), split=split, teacher=teacher, teacher_start=start)
     state = sampler.start(student, [3, 9], guidance_scale=scale, seed=0, **{"temperature": 0} | sampling)
@@ -160,7 +160,7 @@ def test_decoding_with_a_teacher_equals_a_plain_loop(
     assert state.nfe.tolist() == [calls] * 2 and state.teacher_nfe == 6 - start
     branches = 1 if scale == 1 else 2
     assert state.row_forwards.tolist() == [calls + (branches - 1) * (6 - start)] * 2
-    # a student call evaluates all tokens; the teacher evaluates the class and all tokens but the last once
+    # a student call evaluates all 16 tokens; the teacher evaluates the class and the first 5 tokens once
     assert state.forwarded_tokens.tolist() == [16 * (1 + (start > 0)) + 6 * branches] * 2
     codes, network = student.codes(), teacher.module
     for row, label in enumerate([3, 9]):
@@ -207,7 +207,7 @@ def test_an_image_decoded_by_the_teacher_alone_equals_the_teacher_s() -> None:
     config = teacher.module.config
     num_bytes = 2 * config.n_layer * config.dim * 8 * 2 * 2 * (1 + 16 + 1)  # class, picture, and a slot for padding
     assert [entry[1:] for entry in states] == [(num_bytes, step, (2 * step, 32)) for step in range(1, 17)]
-    assert states[0][0].teacher.store.nbytes == 0  # it is freed
+    assert states[0][0].teacher.store.nbytes == 0  # freed after the last step
 
 
 def test_images_and_their_traces() -> None:
@@ -217,8 +217,8 @@ def test_images_and_their_traces() -> None:
     assert out.accepted.tolist() == [[5, 5], [11, 11]]  # 5/16 of the tokens are data at the second call
     assert [len(step.commits) for step in out.trace.steps] == [10, 22]
     assert torch.allclose(torch.tensor(out.trace.replay(), dtype=torch.float64), out.tokens)
-    once = paradec.generate_images(student, class_labels=[1, 2], seed=0, steps=1, output_type="pt")
-    assert once.row_nfe == [1, 1] and not torch.equal(once.images, out.images)
+    one_step = paradec.generate_images(student, class_labels=[1, 2], seed=0, steps=1, output_type="pt")
+    assert one_step.row_nfe == [1, 1] and not torch.equal(one_step.images, out.images)
 
 
 def assert_loads(path: Path, content: Any, student: Any, rtol: float, atol: float, **arguments: Any) -> None:
@@ -239,8 +239,8 @@ def test_checkpoints_load(tmp_path: Path) -> None:
     student = tiny_student()
     weights, config = student.module.state_dict(), student.module.config
     arguments: dict[str, Any] = {"n_head": 4, "grid": 4, "vq": student.vq, "dtype": "float64"}
-    worse = {name: tensor + 1 for name, tensor in weights.items()}
-    for nested in ({"ema": weights, "model": worse}, {"model": weights}, weights):
+    without_ema = {name: tensor + 1 for name, tensor in weights.items()}
+    for nested in ({"ema": weights, "model": without_ema}, {"model": weights}, weights):
         assert_loads(tmp_path / "llamagen-B.pt", nested, student, rtol=0, atol=0, **arguments)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -288,7 +288,7 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         path = image_file("var", f"{record['teacher']}.safetensors")
         teacher = {"teacher": load_var(path, scales=config["patch_nums"], heads=config["num_heads"], vq=vq)}
         teacher |= {"teacher_start": settings["teacher_start"]}
-        # our guidance scale is the public code's plus one
+        # paradec's guidance scale is the public code's `cfg` plus one
         sampling = {"guidance_scale": settings["cfg"] + 1, "top_k": settings["top_k"] or None}
         sampling |= {"top_p": settings["top_p"] or None}
 
@@ -373,10 +373,10 @@ def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:
     student = tiny_var_student()
     weights, module = student.module.state_dict(), student.module
     arguments: dict[str, Any] = {"scales": module.scales, "heads": 2, "vq": student.vq, "dtype": "float64"}
-    worse: dict[str, Tensor] = {name: tensor + 1 for name, tensor in weights.items()}
+    without_ema: dict[str, Tensor] = {name: tensor + 1 for name, tensor in weights.items()}
     buffers = {"lvl_1L": torch.zeros(1, 3, dtype=torch.int64), "attn_bias_for_masking": torch.zeros(1)}
-    without = {name: tensor for name, tensor in weights.items() if not name.endswith("zero_k_bias")}
-    for nested in ({"trainer": {"ema_parameters": weights | buffers, "var_wo_ddp": worse}}, without):
+    unbiased = {name: tensor for name, tensor in weights.items() if not name.endswith("zero_k_bias")}
+    for nested in ({"trainer": {"ema_parameters": weights | buffers, "var_wo_ddp": without_ema}}, unbiased):
         assert_loads(tmp_path / "var-d16.pth", nested, student, rtol=0, atol=1e-9, **arguments)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -385,10 +385,9 @@ def test_checkpoints_of_var_students_load(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors")
     loaded = paradec.load(folder, vq=student.vq, dtype="float64")
     assert (loaded.facts.stages.second, loaded.facts.stages.split, loaded.defaults["steps"]) == (1, 2, 1)
-    with pytest.raises(CheckpointError, match="needs its multi-scale VQ"):
-        load_distilled_var(folder)
+    refuses(lambda: load_distilled_var(folder), "needs its multi-scale VQ", CheckpointError)
     torch.save({"trainer": {"var_wo_ddp": weights}}, tmp_path / "var-d16.pth")
-    with pytest.raises(CheckpointError, match="holds no weights by name"):  # these are not the averaged ones
+    with pytest.raises(CheckpointError, match="holds no weights by name"):  # "var_wo_ddp" is not the EMA
         load_distilled_var(tmp_path / "var-d16.pth", **(arguments | {"dtype": None}))
     for name in ("n_d_embed.weight", "layerwise_n_d_embed.2.bias", "final_layer_conti.scale_shift_table"):
         assert_missing(tmp_path / "var-d16.pth", weights, name, **arguments)

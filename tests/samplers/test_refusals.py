@@ -67,6 +67,7 @@ def eager(module: Any) -> Any:
     return module
 
 
+# the following functions return a function that decodes, and raises the expected error when a test calls it
 def request(model: str, rows: Any = ((1, 2),), **fields: Any) -> Callable[[], Any]:
     return lambda: paradec.generate(model_of(model), [list(row) for row in rows], **{"max_new_tokens": 6, **fields})
 
@@ -122,8 +123,8 @@ class Rewriter(MaskedSampler):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hurried(samplers.get("threshold")):
-    name = "hurried"
+class CommitOverride(samplers.get("threshold")):
+    name = "commit_override"
 
     def commit(self, state: Any, proposal: Any) -> Any:
         return super().commit(state, proposal)
@@ -153,10 +154,8 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (request("opaque", suffix="gaussian:4", block_length=4), "suffix", "position ids"),
         *(
             (lambda value=value: paradec.Request(suffix=value), "suffix")
-            for value in ("", "gaussian", "gaussian:", 1.5)
+            for value in ("", "gaussian", "gaussian:", 1.5, "gaussian:x", "cut:4:4", "1.5", "uniform:4", True, [4])
         ),
-        *((lambda value=value: paradec.Request(suffix=value), "suffix") for value in ("gaussian:x", "cut:4:4", "1.5")),
-        *((lambda value=value: paradec.Request(suffix=value), "suffix") for value in ("uniform:4", True, [4])),
         (lambda: paradec.Request(suffix={"windows": 3}), "suffix"),
     ],
     "prefix": [
@@ -200,7 +199,7 @@ CASES: dict[str, list[tuple[Any, ...]]] = {
         (start("masked", "freedave", blocks=AdaptiveBlocks(delimiters=(3,))), "'freedave'", "AdaptiveBlocks"),
         (start("opaque", create("freedave", draft_mode="tree")), "draft_mode='tree'", "draft_mode='batch'"),
         (lambda: samplers.FreeDave(Rewriter()), "base='rewriter'"),
-        (lambda: samplers.FreeDave(Hurried()), "base='hurried'", "`commit`"),
+        (lambda: samplers.FreeDave(CommitOverride()), "base='commit_override'", "`commit`"),
         (request("masked", sampler="lopa", rng="reference"), "rng='reference'", "'lopa'"),
         (request("masked", sampler="lopa", logprobs=2), "logprobs=2", "'lopa'"),
         (request("masked", sampler="lopa", stop=paradec.Prophet()), "stop=Prophet", "'lopa'"),

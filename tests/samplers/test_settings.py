@@ -167,16 +167,16 @@ def cases() -> Iterator[Any]:
     for registry, table in ((samplers, SAMPLERS), (caches, CACHES)):
         for name, wrong in table.items():
             yield from (pytest.param(registry.create, {"name": name} | settings, id=name) for settings in wrong)
-    for make, wrong in CLASSES.items():
-        yield from (pytest.param(make, settings, id=make.__name__) for settings in wrong)
+    for cls, wrong in CLASSES.items():
+        yield from (pytest.param(cls, settings, id=cls.__name__) for settings in wrong)
 
 
-@pytest.mark.parametrize(("make", "settings"), [*cases()])
-def test_a_wrong_setting_is_named(make: Callable[..., Any], settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("create", "settings"), [*cases()])
+def test_a_wrong_setting_is_named(create: Callable[..., Any], settings: dict[str, Any]) -> None:
     """The last setting is wrong. The error may name only the wrong element of a list."""
     *_, (name, value) = settings.items()
     with pytest.raises((ValueError, TypeError)) as error:
-        make(**settings)
+        create(**settings)
     text = str(error.value)
-    values = [*value] if isinstance(value, (list, tuple)) else [value]
-    assert name in text and any(repr(wrong) in text for wrong in (value, *values)), text
+    elements = value if isinstance(value, (list, tuple)) else ()
+    assert name in text and any(repr(named) in text for named in (value, *elements)), text

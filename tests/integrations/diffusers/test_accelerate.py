@@ -368,10 +368,10 @@ def test_guidance_branches_in_two_calls_are_forecast_separately(wan: Any, plain:
     # the two calls of a step are averaged, so swapping their texts must not change the result
     module, inputs = tiny_transformer("Wan")
     with accelerate(module, Forecast(when=Every(3, 2))):
-        both = denoise(module, inputs, 8, calls=2)
-    mirrored = inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]}
+        expected = denoise(module, inputs, 8, calls=2)
+    swapped = inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]}
     with accelerate(module, Forecast(when=Every(3, 2))):
-        torch.testing.assert_close(denoise(module, mirrored, 8, calls=2), both)
+        torch.testing.assert_close(denoise(module, swapped, 8, calls=2), expected)
 
 
 def test_guidance_branches_in_one_batch_are_forecast_separately(dit: Any) -> None:
@@ -592,9 +592,9 @@ def test_errors_of_a_budget_name_the_needed_memory_and_smaller_targets(settings:
 
 
 def test_a_method_with_other_settings(dit: Any) -> None:
-    """`Forecast(when=METHOD, ...)` takes the arguments that are not named from the method."""
+    """`Forecast(when=METHOD, ...)` takes all arguments that are not given from the method."""
     method = paradec.TeaCache(0.3)
-    assert method.forecaster.slots == 1  # cached
+    assert method.forecaster.slots == 1  # the property is cached, which must not affect the copies below
     assert Forecast(when=method, max_memory="1GB") == replace(method, max_memory=10**9)
     assert Forecast(when=method, how="newton") == replace(method, how="newton")
     assert Forecast(when=TaylorSeer(3, order=2), where="stack") == Forecast(Every(3), Taylor(2), "stack")
@@ -720,7 +720,7 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
         refuses(partial(accelerate, pipe, TaylorSeer(where=[target] if isinstance(target, str) else target)), message)
     refuses(lambda: accelerate(flux, Forecast("verification", where="output")), "when=Verification.*where='output'")
     assert (attributes(dit.transformer), attributes(flux.transformer)) == before
-    # a forecast comes after the skipped module but does not replace its consumer
+    # ff of block 1 is forecast, but the output of the skipped attention is also added to the residual stream
     with accelerate(dit, TaylorSeer(where=Modules(r"transformer_blocks\.1\.ff", skip=r"transformer_blocks\.0\.attn1"))):
         for _ in range(2):
             refuses(lambda: run_dit(dit), r"skip: .*transformer_blocks\.0\.attn1.*reached the output", RuntimeError)
@@ -730,9 +730,9 @@ def test_patterns_that_cannot_work(flux: Any, dit: Any, plain: dict[str, Tensor]
     del flux.transformer.spare
     # the patterns of diffusers' lite mode correspond to where="output"
     with accelerate(flux, TaylorSeer(where={"modules": "proj_out", "skip": r"[^.]*blocks\.\d+"}, interval=5)):
-        by_patterns = run_flux(flux)
+        expected = run_flux(flux)
     with accelerate(flux, TaylorSeer(interval=5, where="output")):
-        assert torch.equal(run_flux(flux), by_patterns)
+        assert torch.equal(run_flux(flux), expected)
     assert torch.equal(run_dit(dit), plain["dit"])
 
 
@@ -776,11 +776,11 @@ def test_wrong_ways_to_saved_settings_lead_to_a_right_one(sampler: Any, flux: An
     paradec.Request(sampler=sampler).save(request)
     data.write_text(json.dumps(sampler.to_dict()))
     saved = paradec.Request(sampler=sampler)
-    for wrong in (str(request), data, sampler.to_dict(), saved.to_dict(), Every(3).to_dict()):
-        with pytest.raises((TypeError, ValueError), match="; write paradec") as error:
-            accelerate(flux, wrong)
-        call = str(error.value).rpartition("; write ")[2].replace("**...", "**wrong").replace("...", "wrong")
-        assert eval(call, {"paradec": paradec, "json": json, "wrong": wrong}) in (sampler, Forecast(Every(3)))
+    for settings in (str(request), data, sampler.to_dict(), saved.to_dict(), Every(3).to_dict()):
+        text = refuses(partial(accelerate, flux, settings), "; write paradec", (TypeError, ValueError))
+        # the error recommends a call in which "..." stands for the settings
+        call = text.rpartition("; write ")[2].replace("...", "settings")
+        assert eval(call, {"paradec": paradec, "json": json, "settings": settings}) in (sampler, Forecast(Every(3)))
     refuses(lambda: accelerate(flux, saved), "request.sampler", TypeError)
     refuses(lambda: accelerate(flux, preset=str(request)), r"paradec.Request.load\(FILE\).sampler")
     refuses(lambda: accelerate(flux, "none.json"), "none.json")
@@ -788,7 +788,7 @@ def test_wrong_ways_to_saved_settings_lead_to_a_right_one(sampler: Any, flux: An
 
 
 def test_report(flux: Any) -> None:
-    with accelerate(flux) as session:  # spread evenly
+    with accelerate(flux) as session:  # by default the full steps are spread evenly
         run_flux(flux)
         report = session.report()
     assert report.full_steps == [0, 5, 10, 15]

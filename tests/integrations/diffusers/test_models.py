@@ -173,6 +173,8 @@ MAKE: dict[str, Make] = {
 
 
 class Loop:
+    """A pipeline that draws its latents, with a scale that grows in every step, instead of denoising them."""
+
     def __init__(self, name: str):
         torch.manual_seed(0)
         self.transformer, self.inputs, self.latent, self.shape = MAKE[name]()
@@ -278,7 +280,7 @@ def test_text_and_image_of_the_same_padded_length(text_length: int) -> None:
             assert session.report().evaluated_share < 1
 
 
-def wan(seed: int, cls: Any = models.WanTransformer3DModel, **options: Any) -> nn.Module:
+def tiny_wan(seed: int, cls: Any = models.WanTransformer3DModel, **options: Any) -> nn.Module:
     torch.manual_seed(seed)
     module = cls(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
@@ -287,21 +289,21 @@ def wan(seed: int, cls: Any = models.WanTransformer3DModel, **options: Any) -> n
     return module.eval().requires_grad_(False)
 
 
-def wan_vae() -> nn.Module:
+def tiny_wan_vae() -> nn.Module:
     return AutoencoderKLWan(
         base_dim=3, z_dim=4, dim_mult=[1] * 4, num_res_blocks=1, temperal_downsample=[False, True, True],
         latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
     ).eval()  # fmt: skip
 
 
-def flow() -> UniPCMultistepScheduler:
+def flow_scheduler() -> UniPCMultistepScheduler:
     return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
 
 
 @pytest.mark.parametrize("is_custom", [False, True], ids=["pipeline", "loop"])
 def test_loops_that_do_not_step_the_scheduler(is_custom: bool) -> None:
-    module = wan(0, models.SkyReelsV2Transformer3DModel, inject_sample_info=False)
-    pipe = SkyReelsV2DiffusionForcingPipeline(None, None, module, wan_vae(), flow())
+    module = tiny_wan(0, models.SkyReelsV2Transformer3DModel, inject_sample_info=False)
+    pipe = SkyReelsV2DiffusionForcingPipeline(None, None, module, tiny_wan_vae(), flow_scheduler())
     text = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(5))
 
     def run() -> Tensor:
@@ -334,7 +336,7 @@ def test_loops_that_do_not_step_the_scheduler(is_custom: bool) -> None:
 
 
 def test_two_transformers_are_calibrated_and_reported() -> None:
-    pipe = WanPipeline(None, None, wan_vae(), flow(), wan(0), wan(1), boundary_ratio=0.8)
+    pipe = WanPipeline(None, None, tiny_wan_vae(), flow_scheduler(), tiny_wan(0), tiny_wan(1), boundary_ratio=0.8)
     text = torch.randn(1, 7, 16)
 
     def run(steps: int) -> None:
@@ -346,8 +348,8 @@ def test_two_transformers_are_calibrated_and_reported() -> None:
     with accelerate(pipe, TaylorSeer(interval=4)) as session:
         run(12)
         full = [(call.transformer, call.step) for call in session.report().calls if call.kind == "full"]
-    firsts = dict(reversed(full))  # each transformer evaluates before it forecasts
-    assert firsts["transformer"] == 0 < firsts["transformer_2"] and len(full) < 24
+    first_full = dict(reversed(full))  # the first full step of each transformer, before which it cannot forecast
+    assert first_full["transformer"] == 0 < first_full["transformer_2"] and len(full) < 24
     ratios = calibrate_magcache(pipe, lambda: run(12))
     assert len(ratios.values) == 12
     with accelerate(pipe, MagCache(ratios, threshold=0.5)) as session:
@@ -393,7 +395,7 @@ def test_compiling_while_accelerated() -> None:
 
 @pytest.mark.parametrize("rule", ["seacache", EasyCache(1e9, ret_steps=2)])
 def test_rules_of_latents_on_qwen_image_21(rule: Any) -> None:
-    """The pipeline has a method for cells of 2 x 2 but does not pack them. Text rows precede image rows."""
+    """The pipeline has a method that packs cells of 2 x 2, but does not pack. Text tokens precede image tokens."""
 
     class Processor:
         tokenizer = SimpleNamespace(encode=lambda text: [5], convert_tokens_to_ids=lambda text: 5)

@@ -28,9 +28,9 @@ CASES = {case["case"]: case for path in sorted(RECORDED.glob("cases.json")) for 
 def pipe() -> Any:
     result = glm_image_pipeline(RECORDED)
     config = result.vision_language_encoder.config
-    codes, names = config.vq_config.num_embeddings, config.text_config.vision_vocab_size
+    num_codes, vocab_size = config.vq_config.num_embeddings, config.text_config.vision_vocab_size
     generation_config = result.vision_language_encoder.generation_config
-    generation_config.top_k, generation_config.suppress_tokens = 1, list(range(codes, names))
+    generation_config.top_k, generation_config.suppress_tokens = 1, list(range(num_codes, vocab_size))
     return result
 
 
@@ -50,16 +50,18 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
     with accelerate(pipe, prior={"sampler": "scd", "temperature": 0}):
         encoder, max_new_tokens = pipe.vision_language_encoder, facts["tokens"] + 1
         generated_ids = encoder.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=True)
-    first = inputs["input_ids"].shape[1]
-    assert torch.equal(generated_ids[:, :first], inputs["input_ids"])
-    assert np.array_equal(generated_ids[:, first:].numpy(), arrays["greedy"])
-    count = int(inputs["images_per_sample"][0])
-    text = not facts["sources"]
-    _, start, height, width = pipe._compute_generation_params(inputs["image_grid_thw"][:count], text)
-    parts = [pipe._extract_large_image_tokens(row[None], first, start, height * width) for row in generated_ids]
+    prompt_length = inputs["input_ids"].shape[1]
+    assert torch.equal(generated_ids[:, :prompt_length], inputs["input_ids"])
+    assert np.array_equal(generated_ids[:, prompt_length:].numpy(), arrays["greedy"])
+    count, has_no_image = int(inputs["images_per_sample"][0]), not facts["sources"]
+    _, start, height, width = pipe._compute_generation_params(inputs["image_grid_thw"][:count], has_no_image)
+    sizes = (prompt_length, start, height * width)
+    parts = [pipe._extract_large_image_tokens(row[None], *sizes) for row in generated_ids]
     prior = torch.cat([pipe._upsample_token_ids(part, height, width) for part in parts])
     assert np.array_equal(prior.numpy(), arrays["prior_greedy"])
-    if text and Version(diffusers.__version__) >= Version("0.42"):  # 0.41 gives other images than the recorded ones
+    if has_no_image and Version(diffusers.__version__) >= Version(
+        "0.42"
+    ):  # 0.41 gives other images than the recorded ones
         recorded = read_arrays(RECORDED / "pipeline.npz")
         noise, prompt, negative = (torch.from_numpy(recorded[f"{name}/{k}"]) for k in ("noise", "prompt", "negative"))
         for kind, tokens in (("greedy", prior), ("sampled", torch.from_numpy(arrays["prior_sampled"]))):
@@ -76,7 +78,7 @@ def test_latents_equal_those_of_the_pipeline_prior(sampler: str, pipe: Any) -> N
     encoder = pipe.vision_language_encoder
     expected = run(pipe)
     expected_of_one = run(pipe, "a cat", height=32, width=64)
-    before = attributes(encoder)  # the module keeps positions of its own generation
+    before = attributes(encoder)  # after a run, because the module's own `generate` stores positions in it
     with accelerate(pipe, TaylorSeer(interval=2)):
         forecast = run(pipe)
     session = accelerate(pipe, prior=sampler)

@@ -32,7 +32,7 @@ SAMPLER = Forecast(when=Every(3, 2))
 """Evaluates steps 0, 1 and 4 of 5."""
 STEPS = 5
 TWO_CALLS = ("Wan", "FLUX")
-"""Loops with two calls per step for guidance. `WanPipeline` names the calls."""
+"""Transformers that the test's loop calls twice per step, for guidance."""
 
 
 class Case:
@@ -100,7 +100,7 @@ def case(request: Any) -> Case:
     return CASES[request.param]
 
 
-CASES: dict[str, Case] = {}
+CASES: dict[str, Case] = {}  # created cases
 THREE = ["SD3", "FluxPipeline", "WanPipeline"]
 ALL_CASES = [*TRANSFORMERS, "FluxPipeline", "WanPipeline"]
 MARKED = [pytest.param(name, marks=[] if name in THREE else pytest.mark.full) for name in ALL_CASES]
@@ -116,6 +116,7 @@ def session(case: Case) -> Iterator[Any]:
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in another thread and return its result or its error."""
     result: list[Any] = []
 
     def call() -> None:
@@ -142,7 +143,7 @@ def callback_at(step: int, function: Callable[[], Any], results: list[Any]) -> C
 
 @pytest.mark.thinned
 @WITH_THREE_BY_DEFAULT
-def test_a_second_thread_in_a_run_is_refused(case: Case, session: Any) -> None:
+def test_a_run_is_refused_once_another_thread_has_started_a_run(case: Case, session: Any) -> None:
     results: list[Any] = []
     run = lambda: case.run(case.pipe)  # noqa: E731
     with pytest.raises(RuntimeError, match=f"accelerated {type(case.pipe).__name__} is used by another thread"):

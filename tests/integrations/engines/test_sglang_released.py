@@ -117,8 +117,8 @@ def blocks_of(draw: random.Random, rows: int, block: int) -> tuple[list[list[int
     ids, prompt = [], torch.zeros(rows, block, dtype=torch.bool)
     for row in range(rows):
         length = draw.choice((0, 0, draw.randrange(block), block))
-        spelled = [MASK if draw.random() < 0.1 else draw.randrange(VOCAB - 1) for _ in range(length)]
-        ids.append(spelled + [MASK] * (block - length))
+        prompt_ids = [MASK if draw.random() < 0.1 else draw.randrange(VOCAB - 1) for _ in range(length)]
+        ids.append(prompt_ids + [MASK] * (block - length))
         prompt[row, :length] = True
     return ids, prompt
 
@@ -126,27 +126,28 @@ def blocks_of(draw: random.Random, rows: int, block: int) -> tuple[list[list[int
 def record_run(
     algorithm: Any, ids: list[list[int]], prompt: Tensor | None, logits: RandomLogits, fdfo: bool
 ) -> list[Any]:
+    """Return the ids that every forward reads, and the tokens and flags that every run of the algorithm returns."""
     rows, states = len(ids), None
     batch = forward_batch(ids, prompt_mask=prompt)
-    seen: list[Any] = []
+    events: list[Any] = []
     for _ in range(algorithm.max_steps(len(ids[0])) if fdfo else 1):
-        runner = Runner(lambda batch: record_ids(seen, batch, logits))
+        runner = Runner(lambda batch: record_ids(events, batch, logits))
         _, tokens, accepted, states, _ = algorithm.run(runner, batch, states)
-        seen.append([part.tolist() if isinstance(part, Tensor) else part for part in tokens])
-        seen.append((accepted, batch.input_ids.tolist(), runner.calls))
+        events.append([part.tolist() if isinstance(part, Tensor) else part for part in tokens])
+        events.append((accepted, batch.input_ids.tolist(), runner.calls))
         if accepted is not None and all(accepted):
             break
         if accepted is not None:  # finished rows leave the batch, like in the engine
             keep = [row for row in range(rows) if not accepted[row]]
-            left = batch.input_ids.view(rows, len(ids[0]))[keep]
+            remaining = batch.input_ids.view(rows, len(ids[0]))[keep]
             prompt = None if prompt is None else prompt[keep]
-            batch, rows = forward_batch(left.tolist(), prompt_mask=prompt), len(keep)
+            batch, rows = forward_batch(remaining.tolist(), prompt_mask=prompt), len(keep)
             states = [states[row] for row in keep]
-    return seen
+    return events
 
 
-def record_ids(seen: list[Any], batch: Any, logits: RandomLogits) -> Tensor:
-    seen.append(batch.input_ids.tolist())
+def record_ids(events: list[Any], batch: Any, logits: RandomLogits) -> Tensor:
+    events.append(batch.input_ids.tolist())
     return logits(batch)
 
 
@@ -198,11 +199,11 @@ def test_steps_equal_generate(name: str, fdfo: bool, released: SimpleNamespace, 
 
 
 def test_sglang_finds_the_algorithms(released: SimpleNamespace, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     metadata = tmp_path / "parallel_decoding-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: parallel-decoding-here\nVersion: 0\n")
-    lines = [f"{name} = {target}" for name, target in stated["sglang.srt.plugins"].items()]
+    lines = [f"{name} = {target}" for name, target in entry_points["sglang.srt.plugins"].items()]
     (metadata / "entry_points.txt").write_text("\n".join(["[sglang.srt.plugins]", *lines, ""]))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(released.plugins, "_plugins_loaded", False)
@@ -212,9 +213,9 @@ def test_sglang_finds_the_algorithms(released: SimpleNamespace, tmp_path: Any, m
         del registry[name]
     released.plugins.load_plugins()
     assert shipped < {*registry} and "ParadecThreshold" in registry
-    real = released.config.DllmConfig("ParadecThreshold", {"threshold": 0.8}, 32, 156895, 4, True)
-    algorithm = released.algorithm.get_algorithm(real)
+    config = released.config.DllmConfig("ParadecThreshold", {"threshold": 0.8}, 32, 156895, 4, True)
+    algorithm = released.algorithm.get_algorithm(config)
     assert isinstance(algorithm, released.base.DllmAlgorithm)
     assert algorithm.sampler.threshold == 0.8 and algorithm.fdfo and algorithm.block_size == 32
     request = SimpleNamespace(sampling_params=SimpleNamespace(regex="a+"), return_logprob=False)
-    assert "regex" in real.validate_request(request)
+    assert "regex" in config.validate_request(request)

@@ -41,8 +41,8 @@ def params(**changes: Any) -> Any:
 def test_the_entry_point_imports_little_and_never_raises() -> None:
     code = "import sys, paradec.integrations.engines.vllm as _; "
     code += "print(sorted({'torch', 'transformers', 'vllm'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]", done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert process.stdout.strip() == "[]", process.stderr
 
 
 @pytest.mark.skipif(bool([*importlib.metadata.packages_distributions().get("vllm", [])]), reason="vLLM is installed")
@@ -80,7 +80,7 @@ def test_request_settings_override_server_settings(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "settings, words",
+    ("settings", "message"),
     [
         ({"extra_args": {"paradec": {"tresholds": 1}}}, "unknown name: 'tresholds'"),
         ({"extra_args": {"paradec": {"max_new_tokens": 4}}}, "max_tokens of the request"),
@@ -96,8 +96,8 @@ def test_request_settings_override_server_settings(monkeypatch: pytest.MonkeyPat
         ({"prompt_logprobs": 1}, "prompt_logprobs=1"),
     ],
 )
-def test_settings_that_are_refused(settings: dict[str, Any], words: str) -> None:
-    refuses(lambda: settings_of(params(**settings)), words, (ValueError, TypeError))
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    refuses(lambda: settings_of(params(**settings)), message, (ValueError, TypeError))
 
 
 def test_configs_match_paradec_load() -> None:
@@ -108,9 +108,9 @@ def test_configs_match_paradec_load() -> None:
     assert actual.rope_parameters["rope_theta"] == SDAR["rope_theta"] and actual.head_dim == SDAR["head_dim"]
     assert FastDLLMConfig.from_dict(FAST_DLLM).canvas_length == FAST_DLLM["bd_size"]
     refuses(lambda: SDARConfig.from_dict(SDAR | {"hidden_act": "gelu"}), "hidden_act='gelu'", CheckpointError)
-    named = {name: value for name, value in SDAR.items() if name != "block_size"}
-    assert SDARConfig.from_dict(named, name_or_path="JetLM/SDAR-8B-Chat-b16").canvas_length == 16
-    assert SDARConfig.from_dict(named, name_or_path="something").canvas_length is None
+    unsized = {name: value for name, value in SDAR.items() if name != "block_size"}
+    assert SDARConfig.from_dict(unsized, name_or_path="JetLM/SDAR-8B-Chat-b16").canvas_length == 16
+    assert SDARConfig.from_dict(unsized, name_or_path="something").canvas_length is None
 
 
 def test_prefill_chunks_end_with_blocks() -> None:
@@ -127,8 +127,8 @@ def test_prefill_chunks_end_with_blocks() -> None:
         pieces = list(expected.items())
         assert rows.tolist() == [row for (row, _), _ in pieces]
         assert cuts.tolist() == [columns[0] for _, columns in pieces] + [sum(sizes)]
-        first = computed - begins[:-1]  # position of a row's first column, minus the column
-        assert ends.tolist() == [columns[-1] + first[row] + 1 for (row, _), columns in pieces]
+        offsets = computed - begins[:-1]  # position minus column, by row
+        assert ends.tolist() == [columns[-1] + offsets[row] + 1 for (row, _), columns in pieces]
 
 
 def test_left_neighbours_are_kept_between_forwards() -> None:
@@ -207,35 +207,35 @@ class Runner:
 def test_changing_batches_have_the_tokens_of_generate(name: str, prediction: str) -> None:
     model = tiny(2, "block_causal", prediction)
     draw = random.Random(name)
-    runner, waiting, expected, begun = Runner(model, draw), [], {}, {}
+    runner, waiting, expected, running = Runner(model, draw), [], {}, {}
     for key in range(4):
         prompt = [draw.randrange(1, MASK) for _ in range(draw.randint(1, 11))]
         new = draw.choice((3, 9))
         waiting.append((key, prompt, new))
         output = paradec.generate(model, [prompt], max_new_tokens=new, sampler=name)
         expected[key] = output.sequences[0, output.filled[0]].tolist()[: output.tokens[0]]
-    done = {}
+    answers = {}
     ends = model.facts.eos_token_ids
-    while waiting or begun:
-        for number in set(range(SLOTS)) - begun.keys():
+    while waiting or running:
+        for number in set(range(SLOTS)) - running.keys():
             if waiting:
                 key, prompt, new = waiting.pop(0)
                 runner.add(number, prompt, params(max_tokens=new, stop_token_ids=list(ends), eos_token_id=None,
                                                   extra_args={"paradec": {"sampler": name}}))  # fmt: skip
-                begun[number] = key, new
-        for number, _ in runner.step().items():
+                running[number] = key, new
+        for number in runner.step():
             answer = runner.tokens[number][runner.prompts[number] :]
-            key, new = begun[number]
+            key, new = running[number]
             stop = next((index + 1 for index, token in enumerate(answer) if token in ends), len(answer))
             if stop < len(answer) or (answer and answer[stop - 1] in ends) or len(answer) >= new:
-                done[key] = answer[: min(stop, new)]
-                del begun[number], runner.slots[number]
-    assert done == expected
+                answers[key] = answer[: min(stop, new)]
+                del running[number], runner.slots[number]
+    assert answers == expected
 
 
 def test_a_request_that_cannot_start_answers_with_a_mask() -> None:
     model = tiny(2, "block_causal")
-    for prompt, settings, words in (
+    for prompt, settings, reason in (
         ([1, MASK], params(), "the mask id"),
         ([1, 2], params(extra_args={"paradec": {"sampler": "low_confidence", "steps": 1}}), "steps=1"),
         ([], params(), "empty"),
@@ -243,7 +243,7 @@ def test_a_request_that_cannot_start_answers_with_a_mask() -> None:
         runner = Runner(model, random.Random(0))
         runner.add(0, prompt, settings)
         assert runner.slots[0] is None
-        assert words in runner.served.why_unsupported(prompt, settings)
+        assert reason in runner.served.why_unsupported(prompt, settings)
         if prompt:
             assert runner.step() == {0: [MASK]}
 

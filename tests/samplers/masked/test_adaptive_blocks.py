@@ -173,15 +173,8 @@ class ConfidentPrefix:
 
 def test_a_custom_policy(llada64: Model) -> None:
     commits_all = samplers.create("threshold", threshold=0.0)
-    out = paradec.generate(
-        llada64,
-        ROWS,
-        sampler=commits_all,
-        blocks=ConfidentPrefix(),
-        max_new_tokens=24,
-        eos_early_stop=False,
-        trace=True,
-    )
+    request = {"blocks": ConfidentPrefix(), "max_new_tokens": 24, "eos_early_stop": False, "trace": True}
+    out = paradec.generate(llada64, ROWS, sampler=commits_all, **request)
     # every step commits one block, which begins where the block before it ends
     ends = [len(row) for row in ROWS]
     for step in out.trace.steps:

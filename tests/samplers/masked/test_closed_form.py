@@ -18,8 +18,8 @@ from paradec.core.facts import ModelFacts
 from paradec.core.query import Query
 from paradec.samplers.masked.rules.learn2pd_filter import BlockFilter, FilterFacts, save_filter
 
-ERROR, COPIES = 1e-9, 500
-N = 4
+ERROR, COPIES = 1e-9, 500  # probability that a test fails by chance; rows per task
+N = 4  # tokens of an answer
 TOKENS = range(6)
 HOLE = 6
 FIRST_TASK = 7  # a prompt is one token, the id of its task

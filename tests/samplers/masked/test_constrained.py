@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from decoding import MASKED, supported_fields, topology_of
+from decoding import MASKED, refuses, supported_fields, topology_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles.constraints import masked_law, surest
@@ -507,8 +507,8 @@ def test_answers_satisfy_the_constraint_or_the_request_is_refused(
                 if "constraint=" not in str(error):
                     continue  # also unsupported without a constraint
                 reason = NAMED_REFUSALS.get(name, "nothing")
-                is_refused_when_drawing = reason.startswith("draws") and not temperature
-                reasons = [REFUSED_POLICIES.get(policy, "nothing"), "nothing" if is_refused_when_drawing else reason]
+                draws_nothing = reason.startswith("draws") and not temperature
+                reasons = [REFUSED_POLICIES.get(policy, "nothing"), "nothing" if draws_nothing else reason]
                 assert any(reason in str(error) for reason in reasons), error
                 continue
             assert name not in NAMED_REFUSALS or "draws" in NAMED_REFUSALS[name] and not temperature
@@ -579,9 +579,7 @@ def test_nonfinite_logits_raise_an_error(bad: float) -> None:
     case = case_of("ab", 2, "ab|ba", [[0.0] * 3, [bad, 0.0, 0.0]])
     sampler, model, state = start_case(case)
     proposal = sampler.step(model, state)
-    with pytest.raises(FloatingPointError, match="NaN or infinite logits for row 0"):
-        sampler.commit(state, proposal)
+    refuses(lambda: sampler.commit(state, proposal), "NaN or infinite logits for row 0", FloatingPointError)
     case["model"]["bias"][1] = [-torch.inf, -torch.inf, 0.0]
     sampler, model, state = start_case(case)
-    with pytest.raises(FloatingPointError, match="excludes .* every text of the constraint"):
-        sampler.step(model, state)
+    refuses(lambda: sampler.step(model, state), "excludes .* every text of the constraint", FloatingPointError)

@@ -65,9 +65,7 @@ NEW = 8
 
 
 def cases(name: str, cache: str, model: str) -> list[tuple[list[list[int]], dict]]:
-    """Return (prompts, request) of a greedy, a sampled and, if supported, a pipelined case.
-
-    The prompts of a case are distinct."""
+    """Return (distinct prompts, request) of a greedy, a sampled and, if supported, a pipelined case."""
     draw = random.Random(f"{name} {cache} {model}")
     requests = []
     guided_temperature = draw.choice((0.0, 0.8))
@@ -122,8 +120,7 @@ def assert_same_proposal(a: Proposal, b: Proposal) -> None:
 
 
 def every_case() -> list[Any]:
-    """Return all cases as parameters. Those marked `full` leave, per pair, the greedy or the sampled case, and with a
-    cache also the pipelined case."""
+    """Return all cases. By default the greedy or the sampled case runs, and with a cache also the pipelined case."""
     parameters = []
     for name, cache, model in COMBINATIONS:
         turn = (MASKED.index(name) + (model == "dream64")) % 2 if cache == "none" else MASKED.index(name) // 4 % 2

@@ -61,9 +61,9 @@ def test_pipelined_blocks_that_open_when_full_equal_fixed_blocks(
 def test_open_blocks_equal_those_of_a_plain_loop(seed: int) -> None:
     draw = random.Random(seed)
     model = tiny(1, seed=seed)
-    length, align, add = draw.choice((2, 3, 4)), draw.choice(("prompt", "absolute")), draw.choice((0, 0.3, 0.5, 1))
+    size, align, add = draw.choice((2, 3, 4)), draw.choice(("prompt", "absolute")), draw.choice((0, 0.3, 0.5, 1))
     full, forced = draw.choice((0, 0.5, 1)), draw.choice(("first", "active"))
-    policy = PipelinedBlocks(length, align=align, add=add, full=full, forced=forced)
+    policy = PipelinedBlocks(size, align=align, add=add, full=full, forced=forced)
     rows = [[draw.choice((MASK, 5)) if i > 2 else 7 for i in range(draw.randint(3, 12))] for _ in range(3)]
     sampler = samplers.create("threshold", threshold=0.3)
     state = sampler.start(model, rows, max_new_tokens=9, blocks=policy, eos_early_stop=False)
@@ -84,9 +84,9 @@ def test_open_blocks_equal_those_of_a_plain_loop(seed: int) -> None:
                 is_hole = (initial_canvas[row] == MASK).tolist()
                 total = {b: sum(is_hole[p] for p in positions) for b, positions in cells.items()}
                 opened = last.get(row, -1)
-                full = all(not masks[b] for b in cells if b <= opened)
+                is_full = all(not masks[b] for b in cells if b <= opened)
                 added = {p for b in cells if b <= opened for p in cells[b]}
-                if full or len(masks[opened]) <= (1 - policy.add) * total[opened]:
+                if is_full or len(masks[opened]) <= (1 - policy.add) * total[opened]:
                     opened = next((b for b in cells if b > opened and total[b]), max(cells))
                 last[row] = opened
                 start = next(b for b in cells if masks[b])
@@ -235,8 +235,8 @@ def test_the_default_order_in_which_blocks_wait_depends_on_the_prediction(predic
                     starts = [at - (at - prompt) % size for at in first]
                     expected = [max(n, length - at + 1) for n, at in zip(expected, starts, strict=True)]
                 assert ours == expected
-                both = [delayed_positions(prompt, length, size, cache, w, filled) for w in (default, reverse)]
-                num_different += both[0] != both[1]
+                counts = [delayed_positions(prompt, length, size, cache, w, filled) for w in (default, reverse)]
+                num_different += counts[0] != counts[1]
     assert num_different > 10
 
 

@@ -27,8 +27,7 @@ ENDS = [11, 12, 13]
 
 
 def prompts(case: str, seed: int, length: int = 9) -> tuple[Tensor, Tensor]:
-    """Return ids [rows, length] and padding mask. case: "one" row, three "equal" rows, or three rows, two of them
-    "padded" on the left."""
+    """Return ids and mask of "one" row, of three "equal" rows, or of three rows with two "padded" on the left."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(14, GEMMA_VOCAB, (1 if case == "one" else 3, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -79,18 +78,18 @@ def test_recorded_answers(path: Path, number: int) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    ("seeds", "case", "stop", "ends"),
-    [  # without `full`, each pair of values occurs once
-        pytest.param(seeds, case, stop, ends, marks=[pytest.mark.full] if seeds == 8 or (i + stop + j) % 2 else [])
-        for seeds in (3, 8)
+    ("num_seeds", "case", "stop", "ends"),
+    [  # without `full`, every pair of values of case, stop and ends occurs
+        pytest.param(count, case, stop, ends, marks=[pytest.mark.full] if count == 8 or (i + stop + j) % 2 else [])
+        for count in (3, 8)
         for i, case in enumerate(["one", "equal", "padded"])
         for stop in (True, False)
         for j, ends in enumerate([None, ENDS])
     ],
 )
-def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: list[int] | None) -> None:
+def test_equals_transformers_generate(num_seeds: int, case: str, stop: bool, ends: list[int] | None) -> None:
     early = finished = 0
-    for seed in range(seeds):
+    for seed in range(num_seeds):
         answer, per_call, out = decode_with_both(tiny_gemma(), case, seed, ends, stop)
         width = answer.shape[1]  # transformers stops once all rows have ended
         assert torch.equal(out.new_tokens[:, :width], answer), seed
@@ -99,7 +98,7 @@ def test_equals_transformers_generate(seeds: int, case: str, stop: bool, ends: l
         assert torch.equal(counted, per_call)
         early += any(calls % 12 for calls in out.denoising_calls)
         finished += sum(out.finished)
-    if seeds == 8:  # 3 seeds may be too few for an early stop or an end token
+    if num_seeds == 8:  # 3 seeds may be too few for an early stop or an end token
         assert ends is not None or (early > 0) == stop  # with end tokens, rows may end before the early stop
         assert (finished > 0) == (ends is not None)
 
@@ -156,7 +155,7 @@ def test_a_row_equals_a_plain_loop(name: str, holes: bool) -> None:
     ids = prompts("one", 3, length=40)[0][0].tolist()
     prompt = [token if i not in (5, 6, 9, 10, 11, 30) else -1 for i, token in enumerate(ids)] if holes else ids[:9]
     plain = {"steps": 12, "confidence": 0.35, "ends": tuple(ENDS), "stability": sampler.stability_threshold or 1}
-    settled = 0
+    num_early = 0
     for seed in range(3):
         request = {"max_new_tokens": 3 if holes else 40, "sampler": sampler, "seed": seed}
         out = paradec.generate(model, prompt, **request)
@@ -164,13 +163,13 @@ def test_a_row_equals_a_plain_loop(name: str, holes: bool) -> None:
         assert out.sequences[0, : len(tokens)].tolist() == tokens
         assert out.denoising_calls == [sum(counts)] and out.encoder_calls == [len(counts)]
         assert out.row_nfe == [sum(counts) + len(counts)]
-        settled += any(count < 12 for count in counts)
-    assert settled or name != "threshold"
+        num_early += any(count < 12 for count in counts)
+    assert num_early or name != "threshold"  # some canvases end before the last step
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.7}], ids=str)
 def test_a_filtered_row_equals_a_plain_loop(filters: dict[str, float]) -> None:
-    def cut(logits: Tensor) -> Tensor:
+    def filter_logits(logits: Tensor) -> Tensor:
         order = logits.argsort(-1, descending=True)
         mass_before = logits.gather(-1, order).softmax(-1).cumsum(-1) - logits.gather(-1, order).softmax(-1)
         rank = order.argsort(-1)
@@ -183,7 +182,7 @@ def test_a_filtered_row_equals_a_plain_loop(filters: dict[str, float]) -> None:
     prompt = prompts("one", 3)[0][0].tolist()
     request = {"max_new_tokens": 20, "sampler": sampler, "seed": 0, **filters}
     out = paradec.generate(paradec.wrap(module, eos_token_id=()), prompt, **request)
-    tokens, counts = plain_canvas.row(module, prompt, 20, keep, seed=0, steps=12, confidence=0.35, cut=cut)
+    tokens, counts = plain_canvas.row(module, prompt, 20, keep, seed=0, steps=12, confidence=0.35, cut=filter_logits)
     assert out.sequences[0].tolist() == tokens and out.denoising_calls == [sum(counts)]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding import refuses
 from images import SCALES, tiny_var
 from places import GOLDEN
 from recorded import assert_checksum, image_case, image_cases, image_file, replays
@@ -155,16 +156,14 @@ def test_checkpoints_load_or_are_refused(tmp_path: Any) -> None:
         with pytest.raises(ValueError, match=message) as raised:
             load_var(tmp_path / f"{index}.safetensors", vq=model.vq, **options)
         assert "\n" not in str(raised.value)
-    with pytest.raises(ValueError, match="needs its multi-scale VQ"):
-        load_var(tmp_path / "var_tiny.pth")
+    refuses(lambda: load_var(tmp_path / "var_tiny.pth"), "needs its multi-scale VQ")
     smaller_vq = MultiScaleVQ(dataclasses.replace(model.vq.config, codebook_size=31))
     with pytest.raises(ValueError, match="the codebook has 31 entries; var_tiny predicts 32 codes"):
         load_var(tmp_path / "var_tiny.pth", vq=smaller_vq, scales=SCALES)
     save_file({k: v for k, v in vq.items() if "quant_resi" not in k}, tmp_path / "part.safetensors")
     with pytest.raises(ValueError, match="missing weights: quantize.quant_resi"):
         load_multi_scale_vq(tmp_path / "part.safetensors", norm_groups=4)
-    with pytest.raises(ValueError, match="z_channels=8 must be codebook_embed_dim=4"):
-        MultiScaleVQConfig(codebook_embed_dim=4, z_channels=8)
+    refuses(lambda: MultiScaleVQConfig(codebook_embed_dim=4, z_channels=8), "z_channels=8 must be codebook_embed_dim=4")
 
 
 def test_encode_equals_a_plain_loop() -> None:
@@ -179,8 +178,7 @@ def test_encode_equals_a_plain_loop() -> None:
         begin = model.module.begin(index)
         assert torch.equal(tokens[:, begin : begin + side**2], nearest)
         residual = residual - model.vq.smooth_codes(model.codes[nearest], index, SCALES)
-    with pytest.raises(ValueError, match=r"expected \[batch, channels, 8, 8\]"):
-        model.encode(torch.rand(1, 3, 9, 8))
+    refuses(lambda: model.encode(torch.rand(1, 3, 9, 8)), r"expected \[batch, channels, 8, 8\]")
 
 
 def test_tokens_of_one_image_draw_independently() -> None:

@@ -17,7 +17,7 @@ from paradec.models.adapter import Model
 from paradec.samplers.masked.ahead.freedave import FreeDave
 
 CARRY = {"sampler": "threshold", "threshold": 0.3, "quota_per_step": "carry"}
-MEANS = {"prediction": "same", "topology": "bidirectional"}
+FACTS = {"prediction": "same", "topology": "bidirectional"}
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8], [9] * 9]
 
 
@@ -54,7 +54,7 @@ class Denoisers(nn.Module):
 
 @pytest.fixture(scope="module")
 def denoisers() -> tuple[Model, list[list[int]]]:
-    model = paradec.wrap(Denoisers(), mask_token_id=MASK, eos_token_id=END, **MEANS)
+    model = paradec.wrap(Denoisers(), mask_token_id=MASK, eos_token_id=END, **FACTS)
     prompts = [[i // 64, i // 8 % 8, i % 8] + [7] * (i % 3) for i in range(DENOISERS)]
     return model, prompts
 

@@ -130,8 +130,8 @@ def assert_one_step_ahead(row: Row, settings: dict, forced: bool) -> None:
         assert our_call.evaluated == call.evaluated // count * (1 if is_opening else min(drafts, our_remaining)), where
         assert our_commits_before <= their_commits <= our_commits, where
         if not has_threshold:
-            is_even = len(our_commits) == (block + 1) * length or is_opening and forced
-            assert len(our_commits - their_commits) == (0 if is_even else 1), where
+            is_level = len(our_commits) == (block + 1) * length or is_opening and forced
+            assert len(our_commits - their_commits) == (0 if is_level else 1), where
     assert next(ours, None) is None and our_commits == their_commits, row.where
 
 

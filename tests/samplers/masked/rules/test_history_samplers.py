@@ -56,7 +56,7 @@ class Script:
 
 
 def evaluated_positions(script: Script, step_index: int, row: int, undecided: list[int], start: int) -> set[int]:
-    """Return the undecided positions of a row's block that a step evaluates; all, if the script has none."""
+    """Return the undecided positions of a row's block that a step evaluates; if it evaluates none, return all."""
     positions = {i for i in undecided if script.is_evaluated[step_index, row, i - start]}
     return positions or set(undecided)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import MASKED, topology_of, view_from_scores
+from decoding import MASKED, refuses, topology_of, view_from_scores
 from oracles.masked import learn2pd_records
 from small_models import tiny
 from typer.testing import CliRunner
@@ -124,8 +124,7 @@ def test_filters_for_other_models_caches_or_block_lengths_are_refused(
         with pytest.raises(ValueError, match=match + r"\. Train one with .*allow_mismatch=True"):
             run(model, **request)
         run(model, allow_mismatch=True, **request)
-    with pytest.raises(ValueError, match="model .*; block_length 4, here 2; cache"):
-        run(dream64, block_length=2, cache="prefix")
+    refuses(lambda: run(dream64, block_length=2, cache="prefix"), "model .*; block_length 4, here 2; cache")
     for request in ({"block_length": 5}, {"block_length": None, "blocks": paradec.AdaptiveBlocks(delimiters=(5,))}):
         with pytest.raises(ValueError, match="reads blocks of up to 4 positions"):
             run(llada64, allow_mismatch=True, **request)
@@ -281,9 +280,9 @@ def test_short_blocks_caches_and_resumed_records(llada64: Model, tmp_path: Path)
 
     with pytest.raises(paradec.Interrupted) as caught:
         training.collect(llada64, PROMPTS, progress=interrupt, **request)
-    partial = caught.value.output
-    assert partial.done == 1 and set(partial.prompt.tolist()) == {0} and shares == sorted(shares)
-    partial.save(tmp_path / "records")
+    interrupted = caught.value.output
+    assert interrupted.done == 1 and set(interrupted.prompt.tolist()) == {0} and shares == sorted(shares)
+    interrupted.save(tmp_path / "records")
     resumed = training.collect(llada64, PROMPTS, resume=Records.load(tmp_path / "records"), **request)
     for name in ("features", "final", "undecided", "valid", "prompt"):
         assert torch.equal(getattr(resumed, name), getattr(full, name))
@@ -292,9 +291,8 @@ def test_short_blocks_caches_and_resumed_records(llada64: Model, tmp_path: Path)
         ({"caches": ["none"]}, "caches"),
     ):
         with pytest.raises(ValueError, match=f"the records to resume have {match}"):
-            training.collect(llada64, PROMPTS, resume=partial, **request | change)
-    with pytest.raises(ValueError, match="unknown cache: 'kv'"):
-        training.collect(llada64, PROMPTS, **request | {"caches": ["kv"]})
+            training.collect(llada64, PROMPTS, resume=interrupted, **request | change)
+    refuses(lambda: training.collect(llada64, PROMPTS, **request | {"caches": ["kv"]}), "unknown cache: 'kv'")
 
 
 @pytest.mark.parametrize(

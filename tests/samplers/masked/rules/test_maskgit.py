@@ -119,9 +119,9 @@ def test_tokens_of_the_second_draw_are_independent_of_the_first(model: UViTModel
         at, tokens = selected.nonzero()[:, 1], proposal.values[selected]
         probabilities[sampler.final_temperature] = distribution[at, tokens].mean()
         expected = (distribution[at] ** 2).sum(-1).mean()
-        spread = distribution[at, tokens].std() / len(rows) ** 0.5
+        standard_error = distribution[at, tokens].std() / len(rows) ** 0.5
         if sampler is two_draws:
-            assert (probabilities[1.0] - expected).abs() < 4 * spread
+            assert (probabilities[1.0] - expected).abs() < 4 * standard_error
     assert probabilities[None] > probabilities[1.0]  # without a second draw, confident draws are selected
 
 

@@ -1,8 +1,6 @@
-"""ReCAP: replays of the public code on a small MaskGIT-r, and properties on any model.
+"""ReCAP: replays of the public code on a small MaskGIT-r with its recorded random numbers, and properties.
 
-The reference draws noise with NumPy and tokens with PyTorch; the replay uses the recorded numbers. Two of the
-reference's schedules are wrong, and paradec's differ on purpose (`test_corrected_schedules`).
-"""
+Two of the reference's schedules are wrong, and paradec's differ on purpose (`test_corrected_schedules`)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +40,7 @@ def prompts(model: UViTModel, *labels: int) -> list[list[int]]:
 class Group:
     """The reference's record of one group of steps."""
 
-    first: torch.Tensor
+    first_tokens: torch.Tensor
     noise: torch.Tensor
     scale: float
     confidence: torch.Tensor
@@ -84,12 +82,12 @@ class ReplayedRecap(Recap):
 
     def draw_tokens(self, state: Any, logits: torch.Tensor, query: Any, generator: Any) -> torch.Tensor:
         group, place = self.group_and_index(state)
-        return group.first if place == 0 else logits.argmax(-1)
+        return group.first_tokens if place == 0 else logits.argmax(-1)
 
     def _redraw(self, state: Any, logits: torch.Tensor, query: Any, generator: Any) -> torch.Tensor:
         group, place = self.group_and_index(state)
         order = group.confidence.argsort(dim=-1, descending=True)[:, : group.draws[place].shape[1]]
-        return torch.zeros_like(group.first).scatter_(1, order, group.draws[place])
+        return torch.zeros_like(group.first_tokens).scatter_(1, order, group.draws[place])
 
     def position_noise(self, state: Any, generator: Any) -> torch.Tensor:
         group, place = self.group_and_index(state)
@@ -168,7 +166,7 @@ def test_schedules_are_the_reference_s(path: Path) -> None:
 
 
 def assert_guidance(sampler: Recap, scales: list[list[float]]) -> None:
-    """Assert the guidance scales of all steps. scales: of the public code, by group; they are lower by one."""
+    """Assert the guidance scales of all steps. scales: the public code's, by group, which are lower by one."""
     expected = np.array(sum(scales, []))
     step, request = np.arange(len(expected)), SimpleNamespace(guidance_scale=1 + expected[-1])
     state = SimpleNamespace(request=request, canvas=torch.empty(0))

@@ -170,7 +170,7 @@ def test_factor_profile_equals_a_plain_loop(margin: float) -> None:
 
 
 def test_the_bound_of_factor_profile_is_strict() -> None:
-    """Twice 1 - 7/8, with the last term counted twice, is exactly 3/8 = 1 - margin. Then the position is not chosen."""
+    """The sum of 1 - c, in which the last position counts twice, is 3/8 = 1 - margin: this position is not chosen."""
     at = view_from_scores(torch.tensor([[0.875, 0.875]], dtype=torch.float64))
     assert samplers.create("factor", profile=True, margin=0.625).select(at).tolist() == [[True, False]]
     below = view_from_scores(torch.tensor([[0.875, math.nextafter(0.875, 1)]], dtype=torch.float64))
@@ -266,8 +266,8 @@ def test_probabilities_that_round_to_1_reach_a_threshold_of_1() -> None:
 
 SABER_MEMORY = {"total": torch.tensor([1.5], dtype=torch.float64), "count": torch.tensor([2])}
 """Saber's memory of two committed tokens with a mean confidence of 0.75."""
-# (sampler, settings, scores by x, bound of x, whether it is included, fields of the view, columns if x is enough)
 BUFFERED = {"updates": {"buffered": [True, True]}}
+# (sampler, settings, scores by x, bound of x, whether it is included, fields of the view, columns if x is enough)
 BOUNDS: list[tuple[str, dict[str, Any], Callable[[float], list[float]], float, bool, dict[str, Any], list[int]]] = [
     ("hierarchy", {"threshold": None, "low_threshold": 0.5}, lambda x: [0.625, -INF, 0.25, x], 0.5, False, {}, [0, 3]),
     # (n + 1) (1 - c_n) <= f with numbers that are exact: n = 1 always, n = 3 at 1 - f / 4
@@ -444,9 +444,8 @@ def test_adaptive_blocks_at_their_threshold() -> None:
     # the window is half of the answer: 4 positions of 9
     assert cut_of(policy, [0.5] * 5, [1, 1, 1, 7, 1], 9) == 4
     policy = dataclasses.replace(policy, length=5)
-    assert (
-        cut_of(policy, [0.75] * 5, [1, 1, 1, 1, 7], 9) == 5
-    )  # the default length, since the delimiter is outside the window
+    # the delimiter is outside the window, so the block has the default length
+    assert cut_of(policy, [0.75] * 5, [1, 1, 1, 1, 7], 9) == 5
     assert cut_of(policy, [0.5, 0.625, 0.5, 0.5, 0.75], [1, 7, 1, 1, 7], 9) == 2
     policy = dataclasses.replace(policy, min_length=3)
     assert [cut_of(policy, [0.75] * 5, [7 if i == at else 1 for i in range(5)], 10) for at in range(5)] == [
