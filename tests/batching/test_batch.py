@@ -130,7 +130,7 @@ class StartRecorder(LowConfidence):
 def fields_of(output: Any) -> dict[str, Any]:
     fields = {name: value for name, value in output.to_dict().items() if name not in ("seconds", "index", "id")}
     fields["cost"]["store_bytes"] = None
-    del fields["logprobs"]["best"]  # they follow from the compared fields
+    del fields["logprobs"]["best"]  # follows from the compared fields
     return fields | {name: fields["logprobs"][name].tolist() for name in ("best_tokens", "step")}
 
 
@@ -165,7 +165,7 @@ def test_rows_that_start_together_have_the_answers_of_generate(cache: str) -> No
     with Batch(model, batch_size=9, **shared, sampler=method) as batch:
         tickets = [batch.add(row, alone=True, **changes) for row, changes in requests]
         drain(batch)
-    # the five similar prompts and the refused one cannot start together, so each starts alone
+    # the common start of the five similar prompts and the refused one fails, so each of them starts alone
     assert method.num_started == [6, *[1] * 9]
     check(zip(requests, tickets, strict=True))
     method.num_started.clear()

@@ -144,15 +144,9 @@ def test_masked_rows(models: dict[str, Model], name: str, cache: str, kind: str)
     draw = random.Random(f"{name} {cache} {kind}")
     model = model_of(models, kind)
     rows, lengths = prompts(draw, 7), [draw.choice((4, 8)) for _ in range(7)]
-    request = {
-        "sampler": name,
-        "cache": cache,
-        "block_length": 4,
-        "temperature": draw.choice((0.0, 0.8)),
-        "guidance_scale": draw.choice((1.0, 1.0, 1.5)),
-        "seed": draw.randrange(2**31),
-        "logprobs": draw.choice((None, 2)) if name != "lopa" else None,  # lopa has no logprobs
-    }
+    request: Any = {"sampler": name, "cache": cache, "block_length": 4, "temperature": draw.choice((0.0, 0.8))}
+    request |= {"guidance_scale": draw.choice((1.0, 1.0, 1.5)), "seed": draw.randrange(2**31)}
+    request |= {"logprobs": draw.choice((None, 2)) if name != "lopa" else None}  # lopa has no logprobs
     request = supported_fields(name, request)
     assert_all_fields_are_selected(model, rows, **request)
     tickets = decode_in_batch(model, rows, lengths, **request)
@@ -308,7 +302,7 @@ def shares_keys(model: Model, arguments: Mapping[str, Any]) -> bool:
 
 
 def sample(names: Sequence[str], count: int, seed: int) -> list[str]:
-    """Draw combinations of a sampler and a cache, as many different samplers as possible."""
+    """Draw combinations of a sampler and a cache, with as many different samplers as possible."""
     occurrences, rank = Counter[str](), dict[str, int]()
     for name in random.Random(seed).sample(names, len(names)):
         sampler = name.split()[0]
@@ -354,7 +348,7 @@ def base() -> Model:
 
 @pytest.mark.parametrize(
     ("name", "settings", "scale"),
-    [  # by default a dynamic tree, and drafters of the other two kinds
+    [  # by default a dynamic tree of EAGLE-3, DSpark and MTP
         pytest.param(*case, scale, marks=() if (number, scale) in QUICK else pytest.mark.full)
         for number, case in enumerate(CASES)
         for scale in (1.0, 1.5)
@@ -370,12 +364,12 @@ def test_rows_with_trained_drafters_equal_those_of_generate(
     drafter = paradec.load_drafter(SOURCE / name, base=base, kind=kind)
     sampler = paradec.samplers.Speculative(drafter=drafter, **settings)
     request = {"sampler": sampler, "temperature": 0.9, "guidance_scale": scale}
-    new = [9, 4, 12, 7, 5, 9, 3, 6]
+    lengths = [9, 4, 12, 7, 5, 9, 3, 6]
     with Batch(base, batch_size=3, **request) as batch:
-        tickets = [batch.add(prompt, seed=row, max_new_tokens=new[row]) for row, prompt in enumerate(PROMPTS)]
+        tickets = [batch.add(prompt, seed=row, max_new_tokens=lengths[row]) for row, prompt in enumerate(PROMPTS)]
         while not all(ticket.done for ticket in tickets):
             batch.step()
     for row, (prompt, ticket) in enumerate(zip(PROMPTS, tickets, strict=True)):
-        expected = paradec.generate(base, [prompt], seed=row, max_new_tokens=new[row], **request)
+        expected = paradec.generate(base, [prompt], seed=row, max_new_tokens=lengths[row], **request)
         assert ticket.output is not None and torch.equal(ticket.output.new_tokens[0], expected.new_tokens[0])
         assert ticket.output.row_nfe == expected.row_nfe

@@ -11,7 +11,7 @@ The references differ from paradec in these points:
 - dKV-Cache's `random` draws numbers only for evaluated positions. It is replayed with `RandomOverEvaluated`.
 - dKV-Cache for Dream with `shift_type="right"` commits tokens without logits for them (0 of 8 answers are right). Only
   the number of forwards is compared.
-- DPad with early termination completes the block of an end token. paradec ends a row once every position before the end
+- DPad with early termination completes a block with an end token. paradec ends a row once every position before the end
   token is decided; the answer and the calls up to this point are compared.
 - DPad for Dream computes probabilities among the 50 most likely tokens, a default of transformers.
 

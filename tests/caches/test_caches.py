@@ -87,9 +87,7 @@ def count_evaluated(cache: Any, prediction: str) -> list[list[int]]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("warmup", [0, 1, 2, 6])
 @pytest.mark.parametrize(("interval", "prediction"), [(None, "same"), (3, "same"), (None, "shifted")])
-def test_vicinity_evaluates_full_rows_only_in_warmup_and_refreshes(
-    warmup: int, interval: int | None, prediction: str
-) -> None:
+def test_vicinity_evaluates_full_rows_only_in_warmup_and_refreshes(warmup: int, interval: Any, prediction: str) -> None:
     """Other steps evaluate the block and its vicinity, and for shifted logits one more position on the left."""
     cache = caches.create("vicinity", prefix_look=0, after_look=2, warmup_steps=warmup, cache_update_freq=interval)
     counts = count_evaluated(cache, prediction)

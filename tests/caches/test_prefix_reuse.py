@@ -39,8 +39,7 @@ def request(**changes: Any) -> dict[str, Any]:
 
 
 def largest_gap(model: Model, rows: list[list[int]], cache: Any, new: int = 10, **reuse: Any) -> float:
-    """Return the largest score difference to decoding without cache and prefix, over all steps; inf if tokens
-    differ."""
+    """Return the largest score difference of any step to decoding without cache and prefix; inf if tokens differ."""
     method = samplers.create("low_confidence")
     settings = {"max_new_tokens": new, "eos_early_stop": False, "seed": 1}
     cached, plain = method.start(model, rows, cache=cache, **settings, **reuse), method.start(model, rows, **settings)
@@ -60,7 +59,7 @@ def largest_gap(model: Model, rows: list[list[int]], cache: Any, new: int = 10, 
 def assert_equals_separate_rows(
     together: Any, model: Model, rows: list[list[int]], extra: int = 0, **request: Any
 ) -> None:
-    """Assert that a batch gives the same rows as separate decoding. extra: additional forwards of each row in it."""
+    """Assert that a batch gives the same rows as separate decoding. extra: forwards that each batched row has more."""
     for index, row in enumerate(rows):
         expected = paradec.generate(model, [row], **request)
         assert together.new_tokens[index].tolist() == expected.new_tokens[0].tolist()

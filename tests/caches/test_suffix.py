@@ -30,7 +30,7 @@ def answers(out: Any) -> list[list[int]]:
 
 
 def masks_in_window(suffix: Suffix, prompt: list[int], end: int, length: int) -> list[int]:
-    """Return the masks that the model sees after a block that ends at `end`; one random number decides each."""
+    """Return the masks that the model sees after a block that ends at `end`; a random number per mask decides."""
     after = list(range(end, min(end + suffix.window, length)))
     if suffix.density == "cut" or not after:
         return after

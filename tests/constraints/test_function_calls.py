@@ -28,8 +28,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
             "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
             "days": {"type": "integer", "minimum": 1, "maximum": 14},
         },
-        "required": ["city", "unit"],
-        "additionalProperties": False,
+        "required": ["city", "unit"], "additionalProperties": False,
     },
     "search": {
         "type": "object",
@@ -43,8 +42,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "create_event": {
         "type": "object",
         "properties": {
-            "title": {"type": "string", "maxLength": 12},
-            "day": {"type": "string", "format": "date"},
+            "title": {"type": "string", "maxLength": 12}, "day": {"type": "string", "format": "date"},
             "time": {"type": "string", "pattern": "^([01][0-9]|2[0-3]):[0-5][0-9]$"},
             "guests": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2},
         },
@@ -53,8 +51,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "send_email": {
         "type": "object",
         "properties": {
-            "to": {"type": "string", "format": "email"},
-            "subject": {"type": ["string", "null"]},
+            "to": {"type": "string", "format": "email"}, "subject": {"type": ["string", "null"]},
             "priority": {"enum": [1, 2, 3, "low", None]},
         },
         "required": ["to", "priority"],
@@ -62,12 +59,10 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "convert": {
         "type": "object",
         "properties": {
-            "amount": {"type": "number", "exclusiveMinimum": 0, "maximum": 1000},
-            "from": {"$ref": "#/$defs/currency"},
+            "amount": {"type": "number", "exclusiveMinimum": 0, "maximum": 1000}, "from": {"$ref": "#/$defs/currency"},
             "to": {"$ref": "#/$defs/currency"},
         },
-        "required": ["amount", "from", "to"],
-        "$defs": {"currency": {"type": "string", "pattern": "^[A-Z]{3}$"}},
+        "required": ["amount", "from", "to"], "$defs": {"currency": {"type": "string", "pattern": "^[A-Z]{3}$"}},
     },
     "set_alarm": {
         "type": "object",
@@ -83,8 +78,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
             "route": {
                 "type": "object",
                 "properties": {"from": {"type": "string", "pattern": "^[A-Z]{3}$"}, "to": {"enum": ["OSL", "CDG"]}},
-                "required": ["from", "to"],
-                "additionalProperties": False,
+                "required": ["from", "to"], "additionalProperties": False,
             },
             "class": {"enum": ["economy", "business"]},
             "seats": {"type": "integer", "multipleOf": 2, "minimum": 2, "maximum": 8},
@@ -92,26 +86,21 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "required": ["route", "seats"],
     },
     "filter_rows": {
-        "type": "object",
-        "properties": {"where": {"$ref": "#/$defs/condition"}},
-        "required": ["where"],
+        "type": "object", "properties": {"where": {"$ref": "#/$defs/condition"}}, "required": ["where"],
         "$defs": {
             "condition": {
                 "oneOf": [
                     {
                         "type": "object",
                         "properties": {"column": {"enum": ["age", "name"]}, "above": {"type": "integer"}},
-                        "required": ["column", "above"],
-                        "additionalProperties": False,
+                        "required": ["column", "above"], "additionalProperties": False,
                     },
                     {
-                        "type": "object",
-                        "properties": {"not": {"$ref": "#/$defs/condition"}},
-                        "required": ["not"],
+                        "type": "object", "properties": {"not": {"$ref": "#/$defs/condition"}}, "required": ["not"],
                         "additionalProperties": False,
                     },
-                ]
-            }
+                ],
+            },
         },
     },
     "tag": {
@@ -122,11 +111,9 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "pay": {
         "type": "object",
         "properties": {"method": {"enum": ["card", "cash"]}, "card": {"type": "string", "pattern": "^[0-9]{4}$"}},
-        "required": ["method"],
-        "if": {"properties": {"method": {"const": "card"}}},
-        "then": {"required": ["card"]},
+        "required": ["method"], "if": {"properties": {"method": {"const": "card"}}}, "then": {"required": ["card"]},
     },
-}
+}  # fmt: skip
 """Function -> JSON schema of its parameters, as in a chat's `tools`."""
 REFUSED = {
     **dict.fromkeys(("wino", "editing", "saber", "levenshtein", "s2d2"), "replaces decided tokens"),
@@ -203,9 +190,7 @@ def byte_level() -> Any:
 @pytest.mark.thinned
 @pytest.mark.filterwarnings("ignore:.*no effect", "ignore:.*delimiter")
 @pytest.mark.parametrize(("name", "temperature", "functions"), CALLS)
-def test_calls_with_a_byte_level_vocabulary(
-    name: str, temperature: float, functions: tuple[str, ...], byte_level: Any
-) -> None:
+def test_calls_with_a_byte_level_vocabulary(name: str, temperature: float, functions: Any, byte_level: Any) -> None:
     for function in functions:
         assert_calls(name, function, temperature, byte_level, "</think>" if len(name + function) % 2 else None)
 

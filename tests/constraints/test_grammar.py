@@ -164,7 +164,7 @@ PATTERNS = [
 
 
 def test_llguidance_allows_a_subset_of_the_automata() -> None:
-    """They allow the same tokens unless only one text can follow, of which llguidance allows only one tokenization."""
+    """The sets are equal unless only one text can follow, of which llguidance allows only one tokenization."""
     size, ends, draw = len(TOKENIZER), (TOKENIZER.eos_token_id,), np.random.default_rng(0)
     num_equal = num_states = 0
     for pattern in PATTERNS:

@@ -58,13 +58,8 @@ def test_recorded_marginals_best_texts_and_samples(name: str) -> None:
     case, expected = CASES[name], CASES[name]["expected"]
     automaton, canvas, size = automaton_of(case), case["canvas"], len(case["vocab"])
     assert len(canvas) == len(case["p"]) == case["slots"]
-    actual = Marginals(
-        automaton,
-        torch.nn.functional.pad(undecided_logits(case), (0, 2), value=-torch.inf),
-        canvas,
-        0,
-        automaton.accept,
-    )
+    padded = torch.nn.functional.pad(undecided_logits(case), (0, 2), value=-torch.inf)
+    actual = Marginals(automaton, padded, canvas, 0, automaton.accept)
     assert math.exp(actual.log_z()) == pytest.approx(expected["z"], rel=1e-9)
     undecided = [position for position, token in enumerate(canvas) if token is None]
     marginals = actual.conditioned_logits().softmax(-1)[:, :size]

@@ -91,7 +91,7 @@ def test_patterns_match_like_python(pattern: str, text: str, seed: int) -> None:
     ("pattern", "message"),
     [
         ("a(?=b)", "lookahead at 1"), ("(?<!a)b", "negative lookbehind at 0"), (r"(a)\1", "a backreference at 3"),
-            (r"a\012", "an octal escape at 1"), ("(?#note)a", "a comment at 0"),
+        (r"a\012", "an octal escape at 1"), ("(?#note)a", "a comment at 0"),
         (r"\bword", "a word boundary at 0"), ("(?i)a", "an inline flag at 0"), ("(?>a)", "an atomic group at 0"),
         ("a++", "a possessive repetition at 1"), ("a^b", "an anchor inside a pattern at 1"),
         ("(", "is not a regular expression"), ("(a*a*){500}(b|a){2000}c{3000}x{4000}", "more than 65536 states"),
@@ -241,14 +241,10 @@ def test_sixty_levels_of_arrays_compile_in_two_seconds() -> None:
 
 HOSTILE: dict[str, Any] = {
     "deep": nested_objects(300),
-    "recursive": {
-        "$defs": {"t": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/t"}] * 9}}},
-        "$ref": "#/$defs/t",
-    },
-    "referred": {
-        "$defs": {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(40)} | {"d40": True},
-        "$ref": "#/$defs/d0",
-    },
+    "recursive": {"$defs": {"t": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/t"}] * 9}}},
+                  "$ref": "#/$defs/t"},
+    "referred": {"$ref": "#/$defs/d0", "$defs": {"d40": True} |
+                 {f"d{at}": {"anyOf": [{"$ref": f"#/$defs/d{at + 1}"}] * 2} for at in range(40)}},
     "counted arrays": nested_arrays(60, minItems=2),
     "optional fields": nested_objects(60, a={"type": "null"}),
     "many optional fields": {"type": "object", "properties": {f"p{at}": {"type": "null"} for at in range(5000)}},
@@ -256,11 +252,8 @@ HOSTILE: dict[str, Any] = {
     "empty parts": {"type": "string", "pattern": "(((((a|b)?){9}){9}){9}){9}"},
     "long": {"type": "string", "maxLength": 10**9},
     "wide": {"type": "array", "items": {"type": "string", "maxLength": 4000}, "maxItems": 4000},
-    "cyclic": {
-        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}},
-        "type": "array",
-        "items": {"$ref": "#/$defs/a"},
-    },
+    "cyclic": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}},
+               "type": "array", "items": {"$ref": "#/$defs/a"}},
     "all ways": {"allOf": [{"anyOf": [{"required": [f"p{at}"]}, {"required": [f"q{at}"]}]} for at in range(30)]},
     "one of many": {"oneOf": [{"properties": {f"p{at}": {"type": "integer"}}} for at in range(60)]},
     "one of numbers": {"oneOf": [{"type": "integer", "multipleOf": at} for at in range(2, 60)]},
@@ -270,7 +263,7 @@ HOSTILE: dict[str, Any] = {
     "huge length": {"type": "string", "minLength": 10**15},
     "huge bound": {"type": "number", "minimum": 1e299, "multipleOf": 1e-17},
     "many values": {"enum": [f"x{at:025d}" for at in range(30_000)]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.thinned
@@ -410,9 +403,8 @@ MARKER_TOKENS = ["<unk>", "</t>", "\u2581a", "a", "b", "</", "t>", "\u2581b", "<
 @pytest.mark.parametrize("drops_space", [False, True])
 def test_a_marker_is_found_in_every_tokenization(drops_space: bool, special: tuple[int, ...]) -> None:
     """Check all sequences of up to 4 tokens. The marker may be a special token; the decoder may drop leading spaces."""
-    tokenizer = Tokenizer(
-        models.WordLevel({text: token for token, text in enumerate(MARKER_TOKENS)}, unk_token="<unk>")
-    )
+    vocabulary = {text: token for token, text in enumerate(MARKER_TOKENS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     sentence_piece = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     sentence_piece += [decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(sentence_piece) if drops_space else decoders.Fuse()
@@ -432,7 +424,7 @@ def test_a_marker_is_found_in_every_tokenization(drops_space: bool, special: tup
         return text
 
     def free_length(ids: tuple[int, ...]) -> int | None:
-        """Count tokens up to the end of the first marker. None without marker, or if its last token goes beyond it."""
+        """Count tokens up to the end of the first marker. None without a marker, or if no token ends where it ends."""
         count = next((n for n in range(len(ids) + 1) if "</t>" in read(ids[:n])), 0)
         return count if read(ids[:count]).endswith("</t>") else None
 
@@ -537,9 +529,7 @@ def compiler() -> Iterator[Compiler]:
     instance.close()
 
 
-def test_automata_of_the_compiler_equal_those_compiled_in_process(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_automata_of_the_compiler_equal_those_compiled_in_process(compiler: Compiler, monkeypatch: Any) -> None:
     pattern, schema = "[ab]{2,5}c?", {"type": "array", "items": {"enum": [1, "two"]}}
     for make, argument in ((Regex, pattern), (JsonSchema, schema)):
         value: Constraint = make(argument)

@@ -89,9 +89,8 @@ def test_holes_do_not_count_as_new_tokens(pair: Any) -> None:
     ids, num_early = torch.tensor([[1, mask, 2, mask, 3]]), 0
     for token_id in range(5, 20):
         suppressed = [token for token in range(loaded.facts.vocab_size) if token not in (end, token_id)]
-        out = plain.generate(ids, max_new_tokens=6, suppress_tokens=suppressed, holes_eos_inf=True, **arguments)[
-            0
-        ].tolist()
+        request = {"max_new_tokens": 6, "suppress_tokens": suppressed, "holes_eos_inf": True}
+        out = plain.generate(ids, **request, **arguments)[0].tolist()
         assert out[:5] == [1, token_id, 2, token_id, 3]
         answer = out[5:]
         assert answer.index(end) == len(answer) - 1 if end in answer else len(answer) == 6
@@ -141,7 +140,7 @@ def test_masks_in_the_ids_are_filled(pair: Any) -> None:
 
 
 def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers does not pass them to a callable; functools.partial does."""
+    """transformers passes no streamer and no tokenizer to a callable; functools.partial binds both."""
     packaged = paradec.load()
     facts, tokenizer, module = packaged.facts, packaged.tokenizer, packaged.module
     chat = [{"role": "user", "content": "Sort: pear fig apple"}]
@@ -198,7 +197,7 @@ def test_a_filled_cache_is_refused(pair: Any) -> None:
 
 
 def test_a_kv_cache_passed_as_cache_is_refused(pair: Any) -> None:
-    """transformers 5.24 passes its own `cache` argument, so a bound one must raise instead of being replaced."""
+    """transformers 5.24 passes its own `cache` argument, so a bound `cache` must raise instead of being replaced."""
     plain, _, arguments = pair
     ids, config = torch.tensor([[1, 2, 3]]), GenerationConfig(max_new_tokens=4)
     request = {name: value for name, value in arguments.items() if name != "custom_generate"}

@@ -148,9 +148,7 @@ def test_llamagen_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("scale", "sampling"), [(1.0, {}), (3.0, {}), (3.0, {"temperature": 0.7, "top_k": 5})])
 @pytest.mark.parametrize(("start", "split"), [(0, 9), (2, 9), (4, 1), (2, 0)])
 @torch.no_grad()
-def test_decoding_with_a_teacher_equals_a_plain_loop(
-    start: int, split: int, scale: float, sampling: dict[str, Any]
-) -> None:
+def test_decoding_with_a_teacher_equals_a_plain_loop(start: int, split: int, scale: float, sampling: dict) -> None:
     """The plain loop evaluates the teacher's whole sequence for every token."""
     student, teacher = tiny_student(), tiny_llamagen()
     sampler = Distilled(t_list=(0, 6), split=split, teacher=teacher, teacher_start=start)

@@ -125,9 +125,8 @@ def test_traces_list_each_position_once_and_counts_sum_to_all_positions() -> Non
     out = paradec.generate_images(model, sampler=Groups(lossless=True, order="random"), **request)
     assert out.recorded_trace is not None and len(out.images) == 2
     assert sum(counts.sum() for counts in out.accepted) == 32
-    assert sorted(position for step in out.trace.steps for row, position, *_ in step.commits if row == 0) == list(
-        range(1, 17)
-    )
+    positions = [position for step in out.trace.steps for row, position, *_ in step.commits if row == 0]
+    assert sorted(positions) == [*range(1, 17)]
     assert out.trace.steps[0].forwarded == [17, 17] and len(out.trace.steps) == max(out.row_nfe)
 
 

@@ -35,7 +35,7 @@ LONG_WORDS: list[dict[str, Any]] = [{"bad_words": [[4, 4]]}, {"bad_words": [[1, 
 
 
 def apply_controls(logits: Sequence[float], prompt: list[int], answer: list[int], index: int, **controls: Any) -> Any:
-    """Apply the controls to the logits of one position. index: its index in the answer."""
+    """Apply the controls to the logits of one position. index: the position's index in the answer."""
     result = [float(value) for value in logits]
     for word in controls.get("bad_words", ()):
         if len(word) == 1 or answer[1 - len(word) :] == list(word[:-1]):
@@ -93,8 +93,9 @@ def test_causal_answers_equal_a_plain_loop(name: str, controls: dict[str, Any]) 
             logits = next_logits(model.module, prompt + answer)
             if model.facts.mask_token_id is not None:
                 logits[model.facts.mask_token_id] = -torch.inf
-            known = controls | ({"end": END} if model.facts.eos_token_ids else {"min_new_tokens": 0, "ignore_eos": 0})
-            values = apply_controls(logits, prompt, answer, len(answer), **known)
+            without_end = {"min_new_tokens": 0, "ignore_eos": 0}
+            fields = controls | ({"end": END} if model.facts.eos_token_ids else without_end)
+            values = apply_controls(logits, prompt, answer, len(answer), **fields)
             answer.append(int(np.argmax(values)))
         assert tokens[: len(answer)] == answer
 

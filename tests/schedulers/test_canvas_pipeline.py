@@ -1,7 +1,5 @@
-"""DiffusionGemmaPipeline with the EntropyBoundScheduler of diffusers and of paradec.
-
-It equals transformers' generate and paradec.generate, except for canvases that reach the last step.
-"""
+"""DiffusionGemmaPipeline, with the EntropyBoundScheduler of diffusers and of paradec, equals transformers' generate and
+paradec.generate, except for canvases that reach the last step."""
 
 import inspect
 from typing import Any, NamedTuple

@@ -43,16 +43,11 @@ def ids() -> Tensor:
 
 
 IMAGE_SCHEDULERS = [
-    schedulers.MaskGITScheduler,
-    schedulers.HaltonScheduler,
-    schedulers.LPDScheduler,
-    schedulers.RecapScheduler,
-]
+    schedulers.MaskGITScheduler, schedulers.HaltonScheduler, schedulers.LPDScheduler, schedulers.RecapScheduler,
+]  # fmt: skip
 EQUAL_TO_GENERATE = [cls for cls in TEXT_SCHEDULERS if cls is not schedulers.RandomScheduler]
-"""Schedulers with the tokens of `generate`: all but RandomScheduler.
-
-It draws positions with keys that depend on the prompt, and a scheduler does not see the prompt.
-"""
+"""Schedulers with the tokens of `generate`: all but RandomScheduler, because `generate` draws positions with keys that
+depend on the prompt, which a scheduler does not see."""
 
 
 @pytest.fixture(scope="module")
@@ -152,12 +147,12 @@ def test_changes_by_a_callback_take_effect(pipe: Any, ids: Tensor) -> None:
 
 def test_values_of_the_call_that_have_no_effect_are_named(pipe: Any, ids: Tensor) -> None:
     pipe.scheduler = schedulers.LocalLeapScheduler.from_config(pipe.scheduler.config)
-    with pytest.warns(UserWarning, match="threshold=0.3 given to the pipeline has no effect with") as w:
-        changed = run_text(pipe, ids, threshold=0.3)
-    assert len(w) == 1
+    with pytest.warns(UserWarning, match="threshold=0.3 given to the pipeline has no effect with") as caught:
+        out = run_text(pipe, ids, threshold=0.3)
+    assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(run_text(pipe, ids), changed)
+        assert torch.equal(run_text(pipe, ids), out)
 
 
 @pytest.mark.parametrize("cls", [BlockRefinementScheduler, schedulers.CreditDecodingScheduler])
@@ -260,9 +255,7 @@ def test_row_memory_survives_ended_rows() -> None:
     assert torch.equal(together, torch.cat(alone)) and (together > 0).all()
 
 
-def test_block_cache_is_refused_where_it_is_not_exact(
-    pipe: Any, ids: Tensor, amused: AmusedPipeline, llada: Model
-) -> None:
+def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, ids: Tensor, amused: Any, llada: Model) -> None:
     config = BertConfig(
         vocab_size=VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
     )
@@ -476,7 +469,7 @@ def test_recap_session_evaluates_every_target_of_every_image(amused: AmusedPipel
 
 @pytest.mark.parametrize("cls", [AmusedScheduler, *IMAGE_SCHEDULERS], ids=lambda cls: cls.__name__)
 def test_forecasts_in_amused(cls: type, amused: AmusedPipeline) -> None:
-    """A second thread in the same run is refused; another pipeline during the run gives the right result."""
+    """A run is refused once another thread has started one. Other pipelines with the transformer stay unaccelerated."""
     config = AmusedScheduler(mask_token_id=IMAGE_MASK).config
     amused.scheduler = cls.from_config(config)
     other_pipe = AmusedPipeline(**amused.components | {"scheduler": cls.from_config(config)})
@@ -555,12 +548,8 @@ def test_rules_that_fill_masks_need_a_mask_id() -> None:
 def test_config_round_trips(cls: type, tmp_path: Path, filter_path: str) -> None:
     base = required_settings(cls, filter_path) if cls in TEXT_SCHEDULERS else {"mask_token_id": 9}
     scheduler = cls(**base)
-    changed = {
-        k: v
-        for k, v in CHANGED_VALUES.items()
-        if k in scheduler.config and not (k == "threshold" and cls in IMAGE_SCHEDULERS)
-    }
-    scheduler = cls(**base, **changed)
+    names = CHANGED_VALUES.keys() & scheduler.config.keys() - ({"threshold"} if cls in IMAGE_SCHEDULERS else set())
+    scheduler = cls(**base, **{name: CHANGED_VALUES[name] for name in names})
     scheduler.save_pretrained(tmp_path)
     json.loads((tmp_path / "scheduler_config.json").read_text())
     repeated = cls.from_pretrained(tmp_path)

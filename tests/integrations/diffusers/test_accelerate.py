@@ -456,9 +456,7 @@ def test_verification_evaluates_the_last_block_and_uses_the_forecast(flux: Any) 
     handle.remove()
 
 
-def test_schedules_of_bac_are_calibrated_saved_and_followed(
-    flux: Any, plain: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_schedules_of_bac_are_calibrated_saved_and_followed(flux: Any, plain: dict, tmp_path: Path) -> None:
     before = attributes(flux.transformer)
     schedule = calibrate_bac(flux, lambda: run_flux(flux), 5, bubbling=3)
     assert attributes(flux.transformer) == before and not {"step", "set_timesteps"} & set(vars(flux.scheduler))

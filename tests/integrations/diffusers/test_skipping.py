@@ -264,7 +264,7 @@ def run_easycache_loop(
 @torch.no_grad()
 def test_easycache_equals_a_plain_loop(name: str, calls: int) -> None:
     pipe, inputs = loop_pipeline(name)
-    actual = set()
+    schedules = set()
     for threshold, ret_steps in ((0.0, 1), (0.3, 3), (1.0, 2), (1e9, 0), (0.6, 7)):
         with accelerate(pipe, EasyCache(threshold, ret_steps=ret_steps)) as session:
             latent = pipe(inputs, 14, calls)
@@ -272,8 +272,8 @@ def test_easycache_equals_a_plain_loop(name: str, calls: int) -> None:
         expected, full = run_easycache_loop(pipe, inputs, 14, calls, threshold, ret_steps)
         assert full_steps(session) == [full] * calls and session.transformers[0].run_progress.memory == {}
         torch.testing.assert_close(latent, expected, rtol=1e-4, atol=1e-5)
-        actual.add(tuple(full))
-    assert len(actual) > 3 and (0, 1, 13) in actual, actual
+        schedules.add(tuple(full))
+    assert len(schedules) > 3 and (0, 1, 13) in schedules, schedules
 
 
 def test_easycache_is_refused() -> None:

@@ -209,12 +209,9 @@ def test_parts_of_a_block() -> None:
             states, ids_after_steps = algorithm.init_step_state(batch), []
             while not algorithm.step(batch, logits_of([9] * 4), states)[0]:
                 ids_after_steps.append(batch.input_ids.tolist())
-            masks = [min(2, 4 - len(prefix)), max(0, 2 - len(prefix))]  # of the later part, of the first
-            assert (
-                len(ids_after_steps)
-                == sum(min(steps // 2, num_masks) for num_masks in masks)
-                <= algorithm.max_steps(4) - 1
-            )
+            masks = [min(2, 4 - len(prefix)), max(0, 2 - len(prefix))]  # of the second part and of the first
+            num_steps = sum(min(steps // 2, num_masks) for num_masks in masks)
+            assert len(ids_after_steps) == num_steps <= algorithm.max_steps(4) - 1
             assert ids_after_steps[-1] == prefix + [9] * (4 - len(prefix))
             assert all(ids[2:].count(MASK) == masks[0] for ids in ids_after_steps if MASK in ids[:2])
 
@@ -239,7 +236,7 @@ def test_memory_is_limited_to_the_latest_requests(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_entry_point_needs_no_sglang() -> None:
-    stated = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
-    module, _, name = stated["sglang.srt.plugins"]["paradec"].partition(":")
+    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    module, _, name = entry_points["sglang.srt.plugins"]["paradec"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
     assert not [name for name in sys.modules if name.split(".")[0] == "sglang"]

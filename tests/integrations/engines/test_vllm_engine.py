@@ -11,7 +11,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 0.5}, "credit": {}, "klass": {}, "saber": {}, "editing": {"threshold": 0.3},
     "credit+localleap": {},
 }  # fmt: skip
-"""One sampler without memory, three with memory, two that rewrite tokens, and two combinations."""
+"""Samplers without memory, with memory, and that rewrite tokens, and a combination."""
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -19,7 +19,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize(
-    "settings, others, words",
+    ("settings", "others", "message"),
     [
         ({"sampler": "treshold"}, {}, "treshold"),
         ({"sampler": "freedave"}, {}, "cannot run inside an engine"),
@@ -29,8 +29,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         (None, {"logprobs": 1}, "logprobs"),
     ],
 )
-def test_requests_are_refused_before_any_work(engine: Engine, settings: Any, others: Any, words: str) -> None:
-    refuses(lambda: engine.answers([[2, 3]], engine.params(8, settings, **others)), words, VLLMValidationError)
+def test_requests_are_refused_before_any_work(engine: Engine, settings: Any, others: Any, message: str) -> None:
+    refuses(lambda: engine.answers([[2, 3]], engine.params(8, settings, **others)), message, VLLMValidationError)
     assert not engine.llm.llm_engine.has_unfinished_requests()
 
 
@@ -61,7 +61,7 @@ def test_the_configuration_goes_to_other_processes(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "options, words",
+    ("options", "message"),
     [
         ({"diffusion_config": {"canvas_length": 8}}, "canvas_length=8"),
         ({"diffusion_config": {"canvas_length": BLOCK, "max_denoising_steps": 3}}, "max_denoising_steps=3"),
@@ -71,5 +71,5 @@ def test_the_configuration_goes_to_other_processes(engine: Engine) -> None:
         ({"hf_overrides": {"canvas_length": None}}, "has the block length"),
     ],
 )
-def test_engines_that_are_refused(options: Any, words: str, tmp_path: Path) -> None:
-    refuses(lambda: Engine(checkpoint("sdar", tmp_path / "sdar"), **options), words, (ValueError, TypeError))
+def test_engines_that_are_refused(options: Any, message: str, tmp_path: Path) -> None:
+    refuses(lambda: Engine(checkpoint("sdar", tmp_path / "sdar"), **options), message, (ValueError, TypeError))

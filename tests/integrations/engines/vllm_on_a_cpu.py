@@ -66,10 +66,8 @@ def checkpoint(kind: str, folder: Path) -> Path:
         weights = family_weights(kind, config)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: (0.6 * tensor if tensor.ndim > 1 else tensor).float().contiguous() for name, tensor in weights.items()},
-        folder / "model.safetensors",
-    )
+    scaled = {name: 0.6 * tensor if tensor.ndim > 1 else tensor for name, tensor in weights.items()}
+    save_file({name: tensor.float().contiguous() for name, tensor in scaled.items()}, folder / "model.safetensors")
     return folder
 
 

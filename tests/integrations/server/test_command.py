@@ -80,9 +80,7 @@ def test_open_requests_end_with_an_error_when_the_server_stops(stream: bool) -> 
         ),
     ],
 )
-def test_it_prints_the_settings_in_effect(
-    options: list[str], settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_prints_the_settings_in_effect(options: list[str], settings: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     paradec.load().save_pretrained("folder")
     reported: list[Any] = []
@@ -92,8 +90,8 @@ def test_it_prints_the_settings_in_effect(
         reported.append(asyncio.run(routes["/v1/models"]())["data"][0]["paradec"])
 
     monkeypatch.setattr("paradec.integrations.server.app.serve", read_settings)
-    done = CliRunner().invoke(app, ["serve", "--port", "0", *options])
-    assert done.exit_code == 0 and settings in done.stdout.splitlines()[1] and "at most 512)" in done.stdout
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *options])
+    assert result.exit_code == 0 and settings in result.stdout.splitlines()[1] and "at most 512)" in result.stdout
     assert reported[0]["cache"] in settings and reported[0]["is_approximate"] == ("approximate" in settings)
 
 
@@ -118,26 +116,24 @@ def test_help_states_defaults_that_depend_on_the_model() -> None:
         (["--port", "0", "--cache", "prefix", "--max-memory", "5000"], "more than --max-memory=5000"),
     ],
 )
-def test_wrong_options_print_one_line(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_options_print_one_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("paradec.integrations.server.app.serve", None)  # errors come before the server starts
-    done = CliRunner().invoke(app, ["serve", *arguments])
-    assert done.exit_code == 2 and done.stderr.startswith("error: ") and message in done.stderr
-    assert done.stderr.count("\n") == 1
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and message in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fastapi", "prometheus_client"):
         monkeypatch.setitem(sys.modules, name, None)
-    done = CliRunner().invoke(app, ["serve"])
-    assert done.exit_code == 2 and "the server needs fastapi, prometheus_client: install" in done.stderr
-    assert "'.[serve]'" in done.stderr
+    result = CliRunner().invoke(app, ["serve"])
+    assert result.exit_code == 2 and "the server needs fastapi, prometheus_client: install" in result.stderr
+    assert "'.[serve]'" in result.stderr
 
 
 def test_a_port_in_use_prints_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paradec, "load", None)  # the error comes before the model is loaded
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        done = CliRunner().invoke(app, ["serve", "--port", str(listening.getsockname()[1])])
-    assert done.exit_code == 2 and done.stderr.startswith("error: ") and "Address already in use" in done.stderr
+        result = CliRunner().invoke(app, ["serve", "--port", str(listening.getsockname()[1])])
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and "Address already in use" in result.stderr

@@ -94,7 +94,7 @@ def test_answers_match_the_schema(client: openai.OpenAI, stream: bool) -> None:
     if stream:
         chunks = list(actual)
         assert_matches_schema("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
-        assert [each for chunk in chunks if (each := chunk.choices[0].finish_reason)] == ["stop"]
+        assert [reason for chunk in chunks if (reason := chunk.choices[0].finish_reason)] == ["stop"]
     else:
         assert_matches_schema(actual.choices[0].message.content)
         assert actual.choices[0].finish_reason == "stop"
@@ -154,7 +154,7 @@ def test_required_tools_are_called_with_valid_arguments(client: openai.OpenAI, c
     if stream:
         chunks = list(actual)
         calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-        assert [each for chunk in chunks if (each := chunk.choices[0].finish_reason)] == ["tool_calls"]
+        assert [reason for chunk in chunks if (reason := chunk.choices[0].finish_reason)] == ["tool_calls"]
     else:
         calls = actual.choices[0].message.tool_calls
         assert actual.choices[0].finish_reason == "tool_calls"
@@ -168,25 +168,22 @@ def format_of_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
 
+WRONG_FORMAT = {"type": "json_schema", "json_schema": FORMAT["json_schema"] | {"after": "x"}}
+MANY_CHOICES = [f"{index:09d} {index * 7919 % 10**12:012d}" for index in range(30_000)]
+WRONG_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"oneOf": []}}}
+
+
 @pytest.mark.parametrize(
     ("extra", "status", "message"),
     [
         ({"response_format": {"type": "xml"}}, 422, "must have the type"),
         ({"response_format": FORMAT | {"after": "x"}}, 422, "unknown field: 'after'; allowed: json_schema, type"),
         ({"response_format": FORMAT | {"strict": True}}, 422, "unknown field: 'strict'"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": FORMAT["json_schema"] | {"after": "x"}}},
-            422,
-            "unknown field of json_schema: 'after'",
-        ),
+        ({"response_format": WRONG_FORMAT}, 422, "unknown field of json_schema: 'after'"),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, 422, '"json_object" alone'),
         (format_of_schema(nested_objects(200)), 422, "nested too deeply|more than|parts"),
         (format_of_schema(nested_arrays(22, minItems=2)), 422, "more than"),
-        (
-            {"guided_choice": [f"{index:09d} {index * 7919 % 10**12:012d}" for index in range(30_000)]},
-            422,
-            "choices take more",
-        ),
+        ({"guided_choice": MANY_CHOICES}, 422, "choices take more"),
         ({"structured_outputs": {"structural_tag": "x"}}, 422, "unknown key of constraint: 'structural_tag'"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 422, "unknown key of constraint: 'choice'"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, 400, "both constrain the answer"),
@@ -194,14 +191,7 @@ def format_of_schema(schema: Any) -> dict[str, Any]:
         ({"guided_regex": "a+", "stop": ["b"], "stream": True}, 400, "stop may end an answer"),
         ({"guided_regex": "a+", "paradec": {"sampler": "saber"}}, 400, "replaces decided tokens"),
         ({"tool_choice": "required"}, 422, "needs tools"),
-        (
-            {
-                "tool_choice": "required",
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"oneOf": []}}}],
-            },
-            422,
-            "tool_choice='auto' does not need them",
-        ),
+        ({"tool_choice": "required", "tools": [WRONG_TOOL]}, 422, "tool_choice='auto' does not need them"),
     ],
 )
 def test_wrong_formats_are_refused(server: Running, extra: dict[str, Any], status: int, message: str) -> None:
@@ -228,10 +218,10 @@ def test_concurrent_constrained_requests(client: openai.OpenAI, server: Running,
             return str(answer.choices[0].message.content)
         pattern = "[a-d]{1,20}" if number % 4 < 3 else "(a|aa)*(b?.){60}c"
         try:
-            done = client.chat.completions.create(extra_body={"guided_regex": pattern}, max_tokens=32, **request)
+            answer = client.chat.completions.create(extra_body={"guided_regex": pattern}, max_tokens=32, **request)
         except openai.UnprocessableEntityError as error:
             return str(error)
-        return str(done.choices[0].message.content)
+        return str(answer.choices[0].message.content)
 
     with ThreadPoolExecutor(16) as pool:
         for number, text in enumerate(pool.map(ask, range(count))):
@@ -242,9 +232,7 @@ def test_concurrent_constrained_requests(client: openai.OpenAI, server: Running,
     assert (server.engine.batch.occupied, server.engine.batch.waiting) == (0, 0)
 
 
-def test_a_schema_that_compiles_too_long_is_refused_and_delays_no_request(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schema_that_compiles_too_long_is_refused_and_delays_no_request(model: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("paradec.integrations.server.answers.Compiler", functools.partial(Compiler, seconds=0.1))
     inner: dict[str, Any] = {"type": "string", "maxLength": 20}
     for _ in range(2):  # this schema takes more than a second to compile

@@ -155,8 +155,6 @@ def test_no_body_stops_the_server(server: Running) -> None:
         ({"documents": [{"title": "t", "text": "x"}]}, 200, "apple fig pear"),
     ],
 )
-def test_clients_cannot_set_the_chat_template(
-    server: Running, options: dict[str, Any], status: int, message: str
-) -> None:
+def test_clients_cannot_set_the_chat_template(server: Running, options: dict, status: int, message: str) -> None:
     actual, _, text = server.post(chat(chat_template_kwargs=options))
     assert actual == status and message in text, text

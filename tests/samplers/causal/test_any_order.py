@@ -154,19 +154,17 @@ def test_the_distribution_equals_that_of_one_position_per_step(model: ProteinMPN
 
 
 class SumModel(Opaque):
-    """An any-order model with end tokens, whose logits are sums over the tokens that are decoded earlier.
-
-    It supports neither padding nor a KV cache."""
+    """A model whose logits are sums over the tokens that are decoded earlier. It supports no padding and no cache."""
 
     any_order = reads_order = True
 
     def __init__(self) -> None:
         facts = ModelFacts(vocab_size=7, mask_token_id=6, eos_token_ids=(5,), pad_token_id=4, name="sums")
-        words = SimpleNamespace(
+        tokenizer = SimpleNamespace(
             decode=lambda ids, skip_special_tokens=False: "".join("abcde.?"[int(index)] for index in ids),
             chat_template=None,
         )
-        super().__init__(torch.nn.Identity(), facts, words)
+        super().__init__(torch.nn.Identity(), facts, tokenizer)
         draw = torch.Generator().manual_seed(0)
         self.first = torch.randn(12, 7, generator=draw, dtype=torch.float64)
         self.pairs = torch.randn(12, 7, 12, 7, generator=draw, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Constraints on causal models: recorded runs, and the distribution of token-by-token decoding without other tokens."""
+"""Constraints on causal models: recorded runs, and the distribution of token-by-token decoding of allowed tokens."""
 
 from typing import Any
 

@@ -109,15 +109,13 @@ def test_a_replay_is_one_call_without_the_last_token(monkeypatch: pytest.MonkeyP
 def test_rollouts_of_several_requests_can_be_concatenated() -> None:
     model = causal(1)
     first = paradec.generate(model, ROWS * 2, **SAMPLED_ROLLOUT).rollout
-    outputs = sorted(
-        paradec.generate_many(model, ROWS * 2, batch_size=2, **SAMPLED_ROLLOUT), key=lambda output: output.index
-    )
+    many = paradec.generate_many(model, ROWS * 2, batch_size=2, **SAMPLED_ROLLOUT)
+    outputs = sorted(many, key=lambda output: output.index)
     assert_same(Rollout.concatenate([output.rollout for output in outputs]), first)
-    both = Rollout.concatenate(
-        [first, paradec.generate(model, ROWS, **SAMPLED_ROLLOUT, suppress_tokens=[1, 2]).rollout]
-    )
-    assert both.suppressed.tolist() == [[MASK, -1, -1]] * 6 + [[1, 2, MASK]] * 3
-    assert_replayed(model, both)
+    second = paradec.generate(model, ROWS, **SAMPLED_ROLLOUT, suppress_tokens=[1, 2]).rollout
+    concatenated = Rollout.concatenate([first, second])
+    assert concatenated.suppressed.tolist() == [[MASK, -1, -1]] * 6 + [[1, 2, MASK]] * 3
+    assert_replayed(model, concatenated)
 
 
 def test_rollouts_state_the_version_of_the_weights_and_have_no_tokens_of_failed_rows() -> None:
@@ -136,10 +134,8 @@ def test_rollouts_state_the_version_of_the_weights_and_have_no_tokens_of_failed_
     rollout = paradec.generate(model, ROWS, callback=change_weights, **SAMPLED_ROLLOUT).rollout
     assert rollout.approximation == "weights that changed while decoding"
     with torch.no_grad():
-        model.module.model.embed_tokens.weight[20] = torch.nan
-    many = paradec.generate_many(
-        model, ROWS, suppress_tokens=[20], **SAMPLED_ROLLOUT
-    )  # token 20 is only in the last prompt
+        model.module.model.embed_tokens.weight[20] = torch.nan  # token 20 is only in the last prompt
+    many = paradec.generate_many(model, ROWS, suppress_tokens=[20], **SAMPLED_ROLLOUT)
     outputs = sorted(many, key=lambda output: output.index)
     assert [output.error is None for output in outputs] == [True, True, False]
     assert outputs[0].rollout.decided.sum() == outputs[0].tokens[0] and outputs[2].rollout.decided.sum() == 0

@@ -42,9 +42,7 @@ class Suppress:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("ends", "forbidden"), [([], []), ([3], []), ([3, 0], [1])])
-def test_drafts_of_prompt_lookup_equal_transformers_candidates(
-    size: int, ends: list[int], forbidden: list[int]
-) -> None:
+def test_drafts_of_prompt_lookup_equal_transformers_candidates(size: int, ends: Any, forbidden: Any) -> None:
     generator = torch.Generator().manual_seed(size)
     length = torch.randint(1, 24, (200, 1), generator=generator)
     tokens = torch.randint(0, 5, (200, 24), generator=generator)

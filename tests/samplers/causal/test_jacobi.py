@@ -45,10 +45,8 @@ def sampler_of(case: dict[str, Any]) -> SJD:
 @pytest.mark.parametrize("path", cases("sjd", "gsd", "scd"))
 @replays("path")
 def test_reference_verification(path: Path) -> None:
-    """Verify with the recorded random numbers.
-
-    In the public code all rows of a batch commit as many tokens as the row with the fewest accepted drafts. In paradec
-    the rows commit independently."""
+    """Verify with the recorded random numbers. In the public code all rows of a batch commit as many tokens as the row
+    with the fewest accepted drafts; in paradec the rows commit independently."""
     case = read_json(path)
     sampler, expected, settings = sampler_of(case), case["expected"], case["settings"]
     p = torch.tensor(case["p"], dtype=torch.float64)
@@ -64,7 +62,7 @@ def test_reference_verification(path: Path) -> None:
     embed = torch.tensor(case["embed"], dtype=torch.float64) if "embed" in case else None
     window = DraftWindow(p, drafts, fresh, embed)
     chance = sampler.accept(window)
-    # The numbers are for rejected drafts, row by row; without the maximal coupling, only for a row's first one.
+    # the numbers are for rejected drafts, row by row; without the maximal coupling, only for the first one of a row
     is_rejected = drafted & (u_accept >= chance)
     is_first = is_rejected & (is_rejected.int().cumsum(1) == 1)
     has_number = is_rejected if sampler.refresh == "maximal" else is_first
@@ -99,8 +97,8 @@ def test_reference_tree_verification(path: Path) -> None:
     numbers, used, node = case["u_accept"], 0, 0
     uniform = torch.full((1, tree.depth + 1, tree.children.shape[1] + 1), case["u_final"], dtype=torch.float64)
     for depth in range(tree.depth + 1):  # the accepted path determines which draft the next number belongs to
-        below = [child for child in tree.children[node].tolist() if child >= 0]
-        ids = drafts[0, below].tolist()
+        children = [child for child in tree.children[node].tolist() if child >= 0]
+        ids = drafts[0, children].tolist()
         tried = [i for i, token_id in enumerate(ids) if token_id not in ids[:i]]
         for i, number in zip(tried, numbers[used:], strict=False):
             uniform[0, depth, i] = number
@@ -109,7 +107,7 @@ def test_reference_tree_verification(path: Path) -> None:
             used += len(tried)
             break
         node = int(result.nodes[0, depth + 1])
-        used += tried.index(below.index(node)) + 1
+        used += tried.index(children.index(node)) + 1
     accepted = int(result.accepted)
     assert used == case["n_u_used"] and accepted == expected["accept_length"]
     assert [int(drafts[0, 0]), *result.tokens[0, :accepted].tolist()] == expected["accepted"]
@@ -333,13 +331,8 @@ def test_groups_of_gsd_and_neighbours_of_lantern_at_their_bounds() -> None:
     distribution = torch.tensor([[[0.0625, 0.25, 0.5, 0.1875]]], dtype=torch.float64)
     drafts = DraftDistributions(torch.tensor([[2]]), distribution, torch.tensor([[ONE_HOT]]), distribution[0, 0])
     latents = torch.tensor([[9.0], [0.5], [0.0], [-9.0]], dtype=torch.float64)  # token 1 is near the draft
-    above_quarter = float(np.nextafter(0.25, 1))
-    for p_threshold, d_threshold, expected in (
-        (0.25, 1, 0.5),
-        (above_quarter, 1, 0.75),
-        (1, 0.25, 0.5),
-        (1, above_quarter, 0.75),
-    ):
+    more = float(np.nextafter(0.25, 1))
+    for p_threshold, d_threshold, expected in ((0.25, 1, 0.5), (more, 1, 0.75), (1, 0.25, 0.5), (1, more, 0.75)):
         sampler = GSD(group_half_width=1, p_threshold=p_threshold, d_threshold=d_threshold)
         assert float(sampler.accept(DraftWindow(distribution, drafts, drafts.tokens, latents))) == expected
     for half, expected in ((3, 1.0), (4, 0.5)):

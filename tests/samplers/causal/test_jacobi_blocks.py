@@ -91,8 +91,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", STALE_CASES)
 @replays("case")
 def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str, Any]) -> None:
-    """A plain loop that never drops keys and values gives the public code's text, which differs from greedy decoding.
-    paradec's text equals greedy decoding."""
+    """A loop that never drops keys and values gives the public code's text, which is not greedy, unlike paradec's."""
     settings, module = case["settings"], module_of(case)
     end = module.config.eos_token_id
     cache, num_cached = DynamicCache(config=module.config), 0
@@ -202,7 +201,7 @@ def test_an_end_token_in_an_unconverged_draft_does_not_end_the_row() -> None:
     ends = tuple(sorted({*range(40)} - {*greedy}))  # 40 is the mask
     sampler, request = Jacobi(group=9), {"input_ids": PROMPTS[:1], "max_new_tokens": 9, "seed": 0}
     model = tiny(2, topology="causal", prediction="shifted", ends=ends)
-    out, expected = (paradec.generate(each, sampler=sampler, **request) for each in (model, MODEL))
+    out, expected = (paradec.generate(wrapped, sampler=sampler, **request) for wrapped in (model, MODEL))
     assert out.new_tokens.tolist() == expected.new_tokens.tolist() == [greedy] and out.row_nfe == expected.row_nfe
     state = sampler.start(model, PROMPTS[:1], max_new_tokens=9, temperature=0, seed=0)
     num_committed = []

@@ -53,7 +53,7 @@ def test_replays_a_recorded_verification(path: Path) -> None:
     num_committed = len(expected["committed"])
 
     def uniform(rows: Any, positions: torch.Tensor, size: int, stream: Any, ahead: Any = None) -> torch.Tensor:
-        drafts = torch.full((*positions.shape, size), 0.5, dtype=torch.float64)
+        result = torch.full((*positions.shape, size), 0.5, dtype=torch.float64)
         streams = torch.as_tensor(stream).expand(positions.shape[1])
         for column, (position, kind) in enumerate(zip(positions[0].tolist(), streams.tolist(), strict=True)):
             slot = position - 2
@@ -63,8 +63,8 @@ def test_replays_a_recorded_verification(path: Path) -> None:
                 numbers = [case["g"][slot - num_committed], *case["t"][slot - num_committed]]
             else:
                 continue
-            drafts[0, column, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)[:size]
-        return drafts
+            result[0, column, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)[:size]
+        return result
 
     state.uniform = uniform  # type: ignore[method-assign]
     firsts = [slot[0] for slot in case["drafts"]]
@@ -142,10 +142,10 @@ def test_the_plain_steps_have_the_model_s_distribution(
         (text, drafts), weight = states.popitem()
         case = numbers | {"drafts": [list(slot) for slot, _ in drafts], "q": [list(q) for _, q in drafts]}
 
-        def of_path(path: tuple[int, ...], text: Any = text, case: Any = case) -> Weights:
+        def after_path(path: tuple[int, ...], text: Any = text, case: Any = case) -> Weights:
             return after((*text, *(case["drafts"][slot][child] for slot, child in enumerate(path))))
 
-        for chance, (final, next_drafts) in outcomes(functools.partial(sjd_pac_step, case, of_path, last=True)):
+        for chance, (final, next_drafts) in outcomes(functools.partial(sjd_pac_step, case, after_path, last=True)):
             longer = (*text, *final)
             if len(longer) == length + 1:
                 distribution[longer] += weight * chance

@@ -41,14 +41,10 @@ class RecordedDraws:
     """The random numbers of a recorded run."""
 
     initial_noise: Tensor
-    step_noise: Tensor
-    """The noise of the diffusion steps."""
-    first_verified: int
-    """Index of the first commit with a verification."""
-    uniform: list[Tensor]
-    """For each verification, the numbers that decide acceptance."""
-    redraws: list[list[tuple[Tensor, Tensor]]]
-    """For each verification and each of its rounds, noise and uniform numbers."""
+    step_noise: Tensor  # of the diffusion steps
+    first_verified: int  # index of the first commit with a verification
+    uniform: list[Tensor]  # for each verification, the numbers that decide acceptance
+    redraws: list[list[tuple[Tensor, Tensor]]]  # for each verification and round, noise and uniform numbers
 
     @staticmethod
     def from_case(case: dict[str, Any], arrays: dict[str, Tensor]) -> RecordedDraws:
@@ -223,7 +219,7 @@ def distance(values: Tensor, expected: Tensor) -> float:
     return float(torch.maximum((share - expected).abs(), (share - 1 / len(values) - expected).abs()).max())
 
 
-MQ, SQ, MP, SP = 0.0, 1.0, 0.8, 0.7
+MQ, SQ, MP, SP = 0.0, 1.0, 0.8, 0.7  # mean and standard deviation of the draft (q) and of the target (p)
 
 
 def verify_one_dimension(x: Tensor, sigma: float, mended: bool = True) -> Any:
@@ -261,8 +257,8 @@ def test_redraws_in_one_dimension_have_the_residual_distribution(sigma: float) -
     ratio = sigma * SQ / SP * math.exp(-(((MQ - MP) / SP) ** 2) / 2)
     assert result.ratio.tolist() == pytest.approx([ratio] * count)
     share = min(ratio, 1)
-    spread = 3 * math.sqrt(share * (1 - share) / count)
-    assert float(result.accepted.double().mean()) == pytest.approx(share, abs=spread + 1e-12)
+    tolerance = 3 * math.sqrt(share * (1 - share) / count)
+    assert float(result.accepted.double().mean()) == pytest.approx(share, abs=tolerance + 1e-12)
     grid = torch.linspace(-6, 7, 20_001, dtype=torch.float64)
     p = torch.exp(-(((grid - MP) / SP) ** 2) / 2) / SP
     q = torch.exp(-(((grid - MQ) / SQ) ** 2) / 2) / SQ

@@ -91,10 +91,8 @@ def run(
     model: Model, sampler: Any, prompts: list[list[int]], new: int, max_calls: int | None = None, draws: Any = None,
     **request: Any,
 ) -> Iterator[tuple[Calls, list[int]]]:  # fmt: skip
-    """Decode; yield each row's calls and final canvas.
-
-    draws: for each call the reference's tokens and probabilities at the last positions of the open block, which replace
-        paradec's."""
+    """Decode; yield each row's calls and final canvas. draws: for each call, tokens and probabilities that replace
+    paradec's at the last positions of the open block (`replace_draws`)."""
     state = sampler.start(model, prompts, max_new_tokens=new, eos_early_stop=False, rng="reference", seed=0, **request)
     calls: list[Calls] = [[] for _ in prompts]
     turn = 0
@@ -267,7 +265,7 @@ def test_llada_moe(name: str, numbers: slice) -> None:
 
 @pytest.mark.parametrize(("name", "numbers"), covering_cases(names("sdar_generate")))
 def test_sdar_moe(name: str, numbers: slice) -> None:
-    """SDAR's rules fill the same positions. Tokens are the reference's; scores imitate the sequential rule."""
+    """SDAR's rules fill the same positions. Tokens are the reference's; its sequential rule needs other scores."""
     trace = trace_of(name)
     settings = trace["settings"]
     length, rule = settings["block_length"], settings["remasking_strategy"]
@@ -289,7 +287,7 @@ def test_sdar_moe(name: str, numbers: slice) -> None:
                 tokens, probabilities = step["sampled"][0], step["sampled_p"][0]
                 if rule != "sequential":
                     replace_draws(proposal, tokens, probabilities, end)
-                else:  # confidence falls from left to right
+                else:  # scores that fall from left to right
                     replace_draws(proposal, tokens, [1 - 0.01 * at for at in range(length)], end)
                 before = state.canvas.clone()
                 sampler.commit(state, proposal)

@@ -205,9 +205,9 @@ def test_d3llm(name: str, numbers: tuple[int, ...] | None) -> None:
             pairs += zip(forwards, recorded_forwards(case), strict=False)
             ours, theirs = calls_of(out), their_calls(case)
             if trace["settings"].get("early_stop"):
-                final, ends = case["final_ids"][0], trace["eos_id"]
+                final, end_id = case["final_ids"][0], trace["eos_id"]
                 answer_start = len(case["prompt_ids"][0])
-                end = final.index(ends, answer_start) if ends in final[answer_start:] else len(final)
+                end = final.index(end_id, answer_start) if end_id in final[answer_start:] else len(final)
                 ours, theirs = (
                     [(size, [entry for entry in commits if entry[0] <= end]) for size, commits in calls]
                     for calls in (ours, theirs)
@@ -234,7 +234,7 @@ def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
             theirs = [[entry for entry in commits if entry[0] < opened] for _, commits in their_calls(case)]
             assert [commits for _, commits in calls_of(out)] == theirs
             sizes = [step["input_shape"][1] for step in case["steps"]]
-            if model.facts.shift:  # ours also evaluates the last stored position
+            if model.facts.shift:  # paradec also evaluates the last stored position
                 sizes = [size + (s["cached"] > 0 and not s["store"]) for size, s in zip(sizes, case["steps"])]
             assert [size for size, _ in calls_of(out)] == sizes
             assert out.sequences[0].tolist() == case["final_ids"][0]
@@ -317,14 +317,10 @@ NAMES = trace_names("lopa")
 class Round:
     """A round of the reference: evaluated positions and selected branch."""
 
-    cached: int
-    """Number of positions with keys and values from earlier rounds."""
-    end: int
-    """End of the opened blocks."""
-    stored: int
-    """Number of positions after the cached positions whose keys and values the selected branch stores."""
-    selected: int
-    """Selected branch: 0 is the row itself, j the branch with the j-th most confident token."""
+    cached: int  # number of leading positions with keys and values from earlier rounds
+    end: int  # end of the opened blocks
+    stored: int  # number of positions after the cached positions whose keys and values the selected branch stores
+    selected: int  # selected branch: 0 is the row itself, j the branch with the j-th most confident token
 
 
 def branches_of(steps: list[dict]) -> list[dict]:

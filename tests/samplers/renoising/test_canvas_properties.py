@@ -231,9 +231,7 @@ def test_reusing_a_kept_prefix_changes_no_token() -> None:
 
 
 @pytest.mark.parametrize("pad", [0, None])
-def test_a_prefix_kept_with_rng_reference_ends_where_its_rows_end(
-    pad: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefix_kept_with_rng_reference_ends_where_its_rows_end(pad: int | None, monkeypatch: Any) -> None:
     module, method = tiny_gemma(dtype=torch.float64), create_sampler("diffusion_gemma")
     monkeypatch.setattr(module.generation_config, "pad_token_id", pad)
     wrapped = paradec.wrap(module, eos_token_id=tuple(range(11, 20)))
@@ -388,11 +386,8 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     size, settings, end = len(case["vocab"]), dict(case["settings"]), case["end"]
     width, vocab = settings.pop("canvas"), max(size + 2, 16)
-    model = paradec.wrap(
-        tiny_gemma(dtype=torch.float64, vocab=vocab, canvas=width),
-        eos_token_id=end,
-        tokenizer=tokenizer_of(case["vocab"], end),
-    )
+    module, tokenizer = tiny_gemma(dtype=torch.float64, vocab=vocab, canvas=width), tokenizer_of(case["vocab"], end)
+    model = paradec.wrap(module, eos_token_id=end, tokenizer=tokenizer)
     sampler = samplers.create("diffusion_gemma", **settings)
     monkeypatch.setattr(
         CanvasConstraint, "uniform", lambda self, state, part: np.array(numbers)[np.array(part.open_positions) - start]
@@ -435,10 +430,8 @@ def test_recorded_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def canvases() -> Model:
-    wrapped = tiny_with_texts()
-    return paradec.wrap(
-        tiny_gemma(dtype=torch.float64, vocab=VOCAB_CONSTRAINTS, canvas=4), tokenizer=wrapped.tokenizer, eos_token_id=39
-    )
+    module = tiny_gemma(dtype=torch.float64, vocab=VOCAB_CONSTRAINTS, canvas=4)
+    return paradec.wrap(module, tokenizer=tiny_with_texts().tokenizer, eos_token_id=39)
 
 
 QUICK = {("diffusion_gemma", "choice"), ("canvas", "schema")}

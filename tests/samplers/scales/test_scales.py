@@ -61,8 +61,8 @@ def test_scales_equal_plain_loops() -> None:
     inputs, tokens = torch.zeros(1, 0, 4, dtype=torch.float64), []
     with torch.no_grad():
         for index, side in enumerate(SCALES):
-            both = torch.tensor([3, module.classes])
-            logits = module(both, inputs.expand(2, -1, -1), 0, index)[:, -(side**2) :]
+            labels = torch.tensor([3, module.classes])  # the class, and no class
+            logits = module(labels, inputs.expand(2, -1, -1), 0, index)[:, -(side**2) :]
             weight = (scale - 1) * index / (len(SCALES) - 1)
             best = ((1 + weight) * logits[0] - weight * logits[1]).argmax(-1)
             tokens += best.tolist()
@@ -233,7 +233,7 @@ def model(system: str, name: str, dtype: torch.dtype = torch.float32) -> VARMode
 
 
 def dtype_of(record: dict[str, Any]) -> torch.dtype:
-    """float64 if the margin is too small for float32. (PyTorch draws different numbers in float64.)"""
+    """Return float64 if the margin is too small for float32, except with PyTorch's draws, which would differ."""
     return torch.float32 if record["margin"] >= 1e-4 or "manual_seed" in record["draws"] else torch.float64
 
 

@@ -31,7 +31,7 @@ MODELS = {prediction: tiny(2, prediction=prediction) for prediction in ("same", 
 
 @pytest.fixture(autouse=True)
 def short_canvases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pad to 16 instead of 64 positions, to save time."""
+    """Pad to multiples of 16 positions, to save time."""
     monkeypatch.setattr(device_graphs, "COLUMN_MULTIPLE", 16)
     monkeypatch.setattr(device_engine, "WIDTH_MULTIPLE", 16)
 
@@ -244,9 +244,7 @@ class Tape(TorchDispatchMode):
         ("factor", {"cache": "none", "max_new_tokens": 24, "block_length": 8}, FULL_ROWS),
     ],
 )
-def test_replayed_operations_equal_the_plain_loop(
-    sampler: str, request_: dict, prompts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replayed_operations_equal_the_plain_loop(sampler: str, request_: dict, prompts: Any, monkeypatch: Any) -> None:
     model, tapes = tiny(2, prediction="shifted"), []
 
     def record_step(device: device_step.DeviceEngine, step: Any) -> Any:

@@ -363,9 +363,7 @@ def test_persistence_at_its_three_thresholds() -> None:
         (2, 11, 1, (0,), [0]),
     ],
 )
-def test_ccd_agree_at_its_warmup_tail_and_quota(
-    step: int, masks: int, quota: int, agreed: Any, expected: list[int]
-) -> None:
+def test_ccd_agree_at_its_warmup_tail_and_quota(step: int, masks: int, quota: int, agreed: Any, expected: Any) -> None:
     settings = {"warmup": 2, "expand_ratio": 4.0, "tail": 0.5}
     best = [1 if column in agreed else 2 for column in range(6)]
     memory = {"best": best, "buffer": [True] * 6, "step": step, "masks": masks}
