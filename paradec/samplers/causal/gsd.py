@@ -20,7 +20,7 @@ MAX_COMPARED_ID = 10_000
 
 def rank_window(p: Tensor, tokens: Tensor, half_width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rank [..., 1] of tokens [..., 1] by ascending p [..., V] (ties: lower id first); the ranks around it,
-    from -half_width to half_width - 1, [..., 2 * half_width]; and the tokens of these ranks, clamped at both ends."""
+    from -half_width to half_width - 1, [..., 2 * half_width]; and the tokens of these ranks, clamped to [0, V)."""
     ids = torch.arange(p.shape[-1], device=p.device)
     if p.dtype == torch.float32:
         # the bits of a float >= 0 sort like the float; the id in the lower 32 bits breaks ties
@@ -46,7 +46,7 @@ class GSD(SJD):
 
     Args:
         group_half_width, p_threshold, d_threshold: define the group. d_threshold=None compares no embeddings. As in the
-            public code, groups with an id above 10000 are not compared either.
+            public code, the embeddings of groups with an id above 10000 are not compared.
         guess_distribution: q of random guesses, as for `SJD`. "one_hot" makes q(G) = 1, which gives most of the gain.
         window, init, refresh: see `SJD`.
     """

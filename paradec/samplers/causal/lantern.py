@@ -58,8 +58,8 @@ class Lantern(DraftingSampler, SJD):
     Args:
         k: number of neighbours considered.
         delta: limit of the probability that neighbours add.
-        drafter: a smaller model of the family or an EAGLE drafter; None drafts as SJD does.
-        tree: tree of drafts, see `paradec.samplers.causal.drafting.DraftingSampler`; None: a chain of `window - 1`.
+        drafter: a smaller model with the same tokens, or an EAGLE drafter; None drafts as SJD does.
+        tree: tree of drafts, see `paradec.samplers.causal.speculative.Speculative`; None: a chain of `window - 1`.
         guess_distribution: "one_hot" accepts a random guess with probability m(x). "uniform" would accept nearly every
             guess, since `delta` is far above the probability of one token.
         window, init, refresh: see `SJD`. With a drafter, leave out `init`, `refresh` and `guess_distribution`.

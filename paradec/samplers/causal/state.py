@@ -330,7 +330,7 @@ class CausalState(State):
         context[index] = torch.where(tokens >= 0, tokens, context.take(index))
 
     def make_queries(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[CausalQuery]:
-        """Make the queries that evaluate spans of rows: one query, or one per length if the model has no padding.
+        """Make the queries that evaluate spans of rows: one for each group of `_group_spans`.
 
         store: has the tokens before the spans, and will store the spans; None: rows are evaluated from position 0.
         pads: whether the model supports padding."""
@@ -339,7 +339,7 @@ class CausalState(State):
         return [self._make_query(store, spans, index) for index in self._group_spans(store, pads, spans)]
 
     def _group_spans(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[np.ndarray]:
-        """Return the indices of the spans that each call evaluates."""
+        """Return each call's indices of spans: spans of equal bounds without padding, else first steps apart."""
         if not pads:
             bounds = np.stack((spans.begin, spans.stop), 1)
             return [np.flatnonzero((bounds == span).all(1)) for span in np.unique(bounds, axis=0)]

@@ -49,7 +49,7 @@ class TreeRule(Protocol):
         """Draw children [R, K] int64 from q [R, V] with uniform [R, K]. A child is -1 if q has no further token."""
 
     def verify(self, p: Tensor, q: Tensor, drafts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the accepted child, [R] int64 (-1: none), and the weights [R, V] to draw from if none is accepted.
+        """Return the index of the accepted child, [R] int64 (-1: none), and weights [R, V] to draw from if it is -1.
 
         p, q: [R, V], with sum 1. drafts: [R, K] int64, -1: no draft. uniform: [R, K]."""
 
@@ -115,7 +115,7 @@ class WithoutReplacement(Sequential):
 
 
 class Naive(Sequential):
-    """The likeliest tokens, each accepted with its probability in the remaining p. All together are one draw from p."""
+    """The likeliest tokens, each accepted with its probability in the remaining p. Together this is one draw from p."""
 
     distinct = True
 
@@ -324,8 +324,8 @@ class TreeLayout:
 @dataclass(frozen=True)
 class DynamicTree:
     """EAGLE-2's tree, different for every row and step (arXiv 2406.16858, section 4). Each level adds the `top_k`
-    likeliest tokens below each of the `top_k` nodes with the likeliest paths. Of all these tokens, the `nodes - 1` with
-    the likeliest paths are selected. Since such drafts are not random, only the rule "naive" verifies them exactly.
+    likeliest tokens below each of the `top_k` likeliest paths of the level above. Of all these tokens, the `nodes - 1`
+    with the likeliest paths are selected. Such drafts are not random, so only the rule "naive" verifies them exactly.
 
     nodes: number of nodes, including the root (60 for 7B models in the paper).
     depth: depth of the deepest node, as in the paper. The public code's depth is smaller by 1.

@@ -122,7 +122,7 @@ def propose_window(state: CausalState, logits: Tensor, queries: list[CausalQuery
     sampled = draw_tokens(state, p, positions, uniform[..., 0])
     num_predicted = state.num_predicted(state.num_evaluated())
     available = torch.as_tensor(np.arange(state.width) < num_predicted[:, None], device=p.device)
-    # greedy: the sampled token has the top logit
+    # without exclusions or changes, the token that greedy decoding draws has the top logit
     needs_max = (
         state.allowed is not None
         or state.constraint is not None

@@ -29,7 +29,7 @@ class History(NamedTuple):
     dtype: torch.dtype  # dtype of the feature and of forecasts
 
     def count_bytes(self, slots: int = 0) -> int:
-        return self.tensors[0].nbytes * (slots or len(self.tensors))
+        return self.tensors[0].nbytes * (slots or len(self.tensors))  # slots: tensors of a full history; 0: of this one
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,8 @@ class MARProposal(LatentProposal):
 
 @dataclass(frozen=True)
 class MAR(ContinuousSampler):
-    """Each step decides the next positions of a random order, which is drawn per image. After step t of T, floor(S
-    cos(pi / 2 * (t + 1) / T)) of S positions are undecided, at least one fewer than before.
+    """Each step decides the next positions of a random order, which is drawn per image. After step t (from 0) of T,
+    floor(S cos(pi / 2 * (t + 1) / T)) of S positions are undecided, but every step decides at least one.
 
     With `local_steps` > 0 the steps form groups, as in ReCAP. The first step of a group evaluates everything, stores
     keys and values of encoder and decoder, and decides the first of the group's positions. The other (local) steps

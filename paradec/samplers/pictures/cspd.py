@@ -200,7 +200,7 @@ class CSpD(ContinuousSampler):
             needed unless the model makes all steps alone. `to_dict` has only its name.
         num_draft: largest number of steps between two verifications.
         ratio: share of the steps that the model makes alone, at the start; 0 to 1.
-        inner_temperature: T of the acceptance rule (`verify_drafts`), above 0.
+        inner_temperature: the temperature T in `verify_drafts`, above 0.
         mended: see above.
         max_rounds: limit of the rounds that redraw rejected tokens.
         head_steps: number of steps of both diffusion heads, 1 to 1000. Several numbers, such as (10, 1) or "10,1", are

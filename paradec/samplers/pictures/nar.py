@@ -127,12 +127,12 @@ class NAR(GroupSampler):
             valid = None if is_valid.all() else torch.as_tensor(is_valid, device=device)
             slots = torch.as_tensor(np.where(is_valid, column, -1), device=device)
             wanted = torch.as_tensor(lengths[:, None] - 1, device=device)
-            forwarded, visible = state.prompt_length, int(lengths.max())
+            forwarded, visible_length = state.prompt_length, int(lengths.max())
         else:
             cells = diagonal(state.grid, state.index - 1)
             positions = slots = state.positions(torch.as_tensor(cells, device=device)).repeat(branches, 1)
             forwarded = np.full(state.batch, len(cells))
-            visible = int(state.prompt_length.max() + cells.max()) + 1
+            visible_length = int(state.prompt_length.max() + cells.max()) + 1
         return [
             Query(
                 rows=state.rows,
@@ -140,7 +140,7 @@ class NAR(GroupSampler):
                 positions=positions,
                 wanted=wanted,
                 valid=valid,
-                store=StoreCall(rows, slots, index, visible, step=state.commits),
+                store=StoreCall(rows, slots, index, visible_length, step=state.commits),
                 branches=branches,
                 forwarded=forwarded,
                 kind="full" if state.index == 0 else "window",
