@@ -102,7 +102,7 @@ class Request:
     Args:
         sampler: a name (`paradec.samplers.names()`), joined names ("credit+localleap"), or a sampler with settings.
         cache: a name (`paradec.caches.names()`), with settings in parentheses ("dkv_decode(refresh_interval=4)"), or a
-            cache; None recomputes everything at every step.
+            cache; None: masked samplers recompute everything at every step.
         prefix: `Output.prefix` of a request with `keep_prefix`. Leading tokens in common with it are not evaluated
             again (`out.cost.reused_tokens`). Exact for block-causal models, approximate for others.
         keep_prefix: keep keys and values for the next turn, in `Output.prefix`.
@@ -131,7 +131,7 @@ class Request:
         logit_bias: numbers to add to logits, by id: {id: number from -100 to 100}.
         bad_words: texts (with a tokenizer) or sequences of ids that an answer must not contain. Samplers that decide
             positions in any order accept words of one token only.
-        min_new_tokens, ignore_eos: no end token in an answer's first `min_new_tokens` positions; `ignore_eos`: in none.
+        min_new_tokens, ignore_eos: no end token in an answer's first `min_new_tokens` positions, or anywhere in it.
         repetition_penalty, presence_penalty, frequency_penalty: for tokens that are final when a step begins, in prompt
             and answer (repetition) or in the answer only (formulas: `paradec.samplers.features.token_controls`).
         stop_strings: one or several texts. A row ends once its answer contains one of them, and everything up to this

@@ -1,7 +1,7 @@
 """Observers of a request: a progress bar, and transformers' streamers, which receive tokens when they become final.
 
 `put` receives token ids [B, n] in reading order: first the columns before the first mask of any row (prompts, padded on
-the left), then columns that are final in every row, as are all columns before them. `put_draft` is optional and not
+the left), then each column once it and all columns before it are final in every row. `put_draft` is optional and not
 called for causal models. After every step it receives the remaining columns [B, n], with mask ids at undecided
 positions; on canvases of noise it receives the best tokens up to the end of the open canvas. `end` is called when the
 decoding finishes, fails or is interrupted, but not if an argument is rejected before the decoding starts.

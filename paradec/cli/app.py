@@ -111,8 +111,8 @@ def _name_options(text: str, command: Any, words: Sequence[str]) -> str:
     text = text.replace("load(..., tokenizer=...)", "tokenizer=...")
     text = re.sub(r"paradec\.(samplers|caches)\.names\(\) lists all", r"`paradec \1` lists all", text)
     names: dict[str, str] = {param.name: param.opts[0] for param in command.params if param.opts[0][:2] == "--"}
-    way = re.compile(r"(a custom (\w+) is given as) an instance, .*CLASS\)")
-    text = way.sub(lambda match: f"{match[1]} {names.get(match[2], '')} FILE.py:CLASS", text)
+    custom_hint = re.compile(r"(a custom (\w+) is given as) an instance, .*CLASS\)")
+    text = custom_hint.sub(lambda match: f"{match[1]} {names.get(match[2], '')} FILE.py:CLASS", text)
     return re.sub(r"(?<!\S)(?<!set )(\w+)(?==)", lambda match: names.get(match[1], match[1]), text)
 
 

@@ -302,13 +302,13 @@ def _read_line(number: int, text: str) -> Line:
         data = {"prompt": data}
     if not isinstance(data, dict):
         return Line(number, error='neither a text nor an object with "prompt" or "messages"')
-    prompt, name = data.get("prompt", data.get("messages")), data.get("id")
+    prompt, prompt_id = data.get("prompt", data.get("messages")), data.get("id")
     is_chat = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
     if not isinstance(prompt, str) and not is_chat:
         message = '"prompt" must be a text, or "messages" a list of {"role", "content"}'
         names = ", ".join(map(repr, data)) or "no field"
         fields = "" if prompt is not None else f'; the line has {names}: rename the one with the text to "prompt"'
-        return Line(number, None, name, message + fields)
+        return Line(number, None, prompt_id, message + fields)
     try:
         check_text("prompt", prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
         constraint = data.get("constraint")
@@ -317,8 +317,8 @@ def _read_line(number: int, text: str) -> Line:
 
             parse_constraint("constraint", constraint)
     except (ValueError, TypeError) as error:
-        return Line(number, prompt, name, str(error))
-    return Line(number, prompt, name, constraint=constraint)
+        return Line(number, prompt, prompt_id, str(error))
+    return Line(number, prompt, prompt_id, constraint=constraint)
 
 
 def read_answers(path: Path, lines: Sequence[Line]) -> list[dict[str, Any]]:

@@ -52,10 +52,10 @@ def generate(
     **shared: Any,
 ) -> None:
     """Answer a prompt and report the forwards and time."""
-    view = {name: shared.pop(name) for name in ("trace", "live", "as_json")}
+    outputs = {name: shared.pop(name) for name in ("trace", "live", "as_json")}
     job, text = None, ""
     if in_ is not None:
-        excluded = {"a prompt": prompt, "--live": view["live"], "--trace": view["trace"], "--lines": lines}
+        excluded = {"a prompt": prompt, "--live": outputs["live"], "--trace": outputs["trace"], "--lines": lines}
         for name, value in excluded.items():
             if value:
                 raise ValueError(f"--in reads prompts from a file and writes answers to a file: leave out {name}")
@@ -70,9 +70,9 @@ def generate(
     shared |= options.make_constraint(shared)
     shared |= {"given": options.explicit_options(context), "stop_strings": stop, "chat": False if raw else None}
     if job is not None:
-        job.answer(prepare("generate", None, on_settings=job.set_settings, **shared), batch, view["as_json"])
+        job.answer(prepare("generate", None, on_settings=job.set_settings, **shared), batch, outputs["as_json"])
     prompts = [line for _, line in number_lines(text)] if lines and text.strip() else text
-    decode("generate", prompts, batch=batch, **view, **shared)
+    decode("generate", prompts, batch=batch, **outputs, **shared)
 
 
 def make_blocks(name: str | None, length: int | None, add: float | None, full: float | None) -> tuple[Any, int | None]:

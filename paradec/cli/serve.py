@@ -14,7 +14,7 @@ from paradec.core.checks import check_choice, check_number
 from paradec.core.text_files import read_text
 
 MEMORY = typer.Option(metavar="BYTES", help="Limit for keys and values (2GB, 512MiB), and so for the number of rows.")
-PREFIXES = "Limit for keys and values that later requests with equal prefixes reuse; by default a quarter of the rows'."
+PREFIXES = "Limit for keys and values that requests with equal prefixes reuse; by default a quarter of the rows' bytes."
 PRESETS = typer.Option(metavar="FOLDER", help='Saved requests: {"preset": "NAME"} in a body selects NAME.json.')
 KEY_FILE = options.existing_file("File with the API key that clients must send; PARADEC_API_KEY can hold it instead.")
 CACHE = "As in `generate`; with --model by default dual (approximate) on bidirectional models, else block (exact)."

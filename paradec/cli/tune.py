@@ -76,10 +76,10 @@ def tune(
     check_installed()
     check_int("max_new_tokens", shared["max_new_tokens"], low=0 if mask else 1, none=True)
     check_temperature("temperature", shared["temperature"])
-    names, allowed = options.sampler_names(samplers), options.split_names(caches)
-    for name in names or ():
+    sampler_names, cache_names = options.sampler_names(samplers), options.split_names(caches)
+    for name in sampler_names or ():
         paradec.samplers.create(name)
-    for name in allowed or ():
+    for name in cache_names or ():
         paradec.caches.create(name)
     for text in (block_names := options.split_names(blocks)) or ():
         if text != "own" and not text.isdigit():
@@ -89,9 +89,9 @@ def tune(
     check_search(objective, trials, minutes, tolerance, shared["batch"], seed)
     questions = to_questions(packaged_questions(limit=limit)) if prompts is None else read_prompts(prompts, limit)
     Scorer.from_questions(questions, score, score_with)
-    arguments: dict[str, Any] = {"samplers": names, "caches": allowed, "blocks": lengths, "objective": objective}
+    arguments: dict[str, Any] = {"samplers": sampler_names, "caches": cache_names, "blocks": lengths}
     arguments |= {"trials": trials, "minutes": minutes, "tolerance": tolerance, "seed": seed, "score": score}
-    arguments |= {"checker": score_with, "mask": mask, "study": study}
+    arguments |= {"objective": objective, "checker": score_with, "mask": mask, "study": study}
     model = options.load(shared)
     arguments |= {name: value for name, value in shared.items() if value is not None}
     tuning, code = show.with_bar(lambda bar: paradec.tune(model, questions, progress=bar.show_share, **arguments))

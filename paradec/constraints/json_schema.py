@@ -107,6 +107,7 @@ class _Writer:
         return {child: None for child in children if child not in (OPEN, NO_VALUE)}
 
     def child(self, goal: Goal, child: Goal, levels: int) -> Node:
+        """Texts of the values of a goal's child. A recursive reference uses one of the `levels`."""
         levels -= (goal, child) in self._back_references
         return self.value_node(child, levels) if levels > 0 else NEVER
 

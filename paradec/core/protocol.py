@@ -186,6 +186,7 @@ class State:
         raise NotImplementedError
 
     def num_columns(self, rows: np.ndarray) -> int:
+        """Count the canvas columns that `rows` [N] need."""
         raise NotImplementedError
 
     def check_current(self, proposal: Proposal | LatentProposal) -> None:

@@ -222,7 +222,7 @@ def check_class(kind: str, cls: type) -> None:
     """Raise TypeError for a component class without a name, or with settings but without the dataclass decorator."""
     if not getattr(cls, "name", ""):
         raise TypeError(f'{kind} class {cls.__name__} has no name; give it one: name = "..."')
-    annotated = {name for name, kind in inspect.get_annotations(cls).items() if "ClassVar" not in str(kind)}
+    annotated = {name for name, hint in inspect.get_annotations(cls).items() if "ClassVar" not in str(hint)}
     if annotated and "__dataclass_params__" not in vars(cls):
         raise TypeError(
             f"{kind} class {cls.__name__} is not a dataclass, so {', '.join(sorted(annotated))} cannot be set; put "
