@@ -81,7 +81,7 @@ def answer(
 ) -> None:
     """Answer the prompts of a Ray dataset, and write Parquet files to a folder. A call answers only missing prompts.
 
-    dataset: a dataset with columns "id" and "prompt"; other columns are copied.
+    dataset: a dataset with columns "prompt" and `id`; other columns are copied. id: name of the column of ids.
     folder: a folder for this job only. Rows with an error count as answered.
     workers: number of processes. Each has its own model, and one CPU unless `num_cpus` is given; leave one CPU free.
     rows_per_part: number of rows of a part. A worker loses at most this many rows when the job is stopped.
@@ -149,6 +149,7 @@ def check_installed() -> None:
 
 
 def _unique_ids(ids: Iterable[Any], before: set[Any], part: Path | str) -> set[Any]:
+    """Return the ids as a set. Raises ValueError for a wrong type, or an id that is twice in it or in `before`."""
     new: set[Any] = set()
     for name in ids:
         if isinstance(name, bool) or not isinstance(name, (str, int)):

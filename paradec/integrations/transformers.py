@@ -137,7 +137,7 @@ def hf_generate(
 
     Args:
         model: a causal language model of transformers, or such a model with weights trained for masked diffusion
-            (Llama, Qwen2, ...). A model without a mask token and `prediction` counts as causal, as in `paradec.wrap`.
+            (Llama, Qwen2, ...). Without a mask token and without `prediction`, it counts as causal (`paradec.wrap`).
         input_ids: [B, L] int64; mask ids in them are filled, too.
         mask_token_id: by default that of the generation config, the model's config or the tokenizer.
         prediction: "same" (logits [:, i] predict token i: LLaDA) or "shifted" (they predict token i + 1: Dream).

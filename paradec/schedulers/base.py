@@ -171,7 +171,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
             )
 
     def _warn_ignored(self, defaults: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-        """Warn once about each call argument that differs from its default and from the config. It has no effect."""
+        """Warn once that a call argument has no effect, for each that differs from its default and from the config."""
         for name, value in arguments.items():
             config_value = self.config.get(name)
             if value in (None, defaults[name]) or value == config_value or name in self._warned_arguments:

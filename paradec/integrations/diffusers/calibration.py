@@ -112,7 +112,7 @@ def calibrate_bac(
 def _record_features(
     pipe: Any, run: Callable[[], Any], module: nn.Module, names: list[str], samples: int
 ) -> dict[str, dict[int, list[Tensor]]]:
-    """Run once without forecasts. Return samples [n] of each module's outputs, by name and step; one per call."""
+    """Run once without forecasts. Return by module and step: samples [n] of each output tensor of each call."""
     features: dict[str, dict[int, list[Tensor]]] = {name: {} for name in names}
 
     def record(name: str, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -136,7 +136,7 @@ def _record_features(
 
 
 def _score_steps(features: Tensor, metric: str) -> tuple[np.ndarray, float]:
-    """Score all pairs of T steps by their features [T, n]: [T, T] float64. Also return the mean absolute distance."""
+    """Return scores [T, T] float64 of all pairs of steps, from features [T, n], and the mean absolute distance."""
 
     def pairwise(measure: Callable[[Tensor], Tensor]) -> np.ndarray:
         return torch.stack([measure(features - row).mean(1) for row in features]).double().numpy()
@@ -179,7 +179,7 @@ def bubbling_union(
     """Add the steps of later feed-forward modules to the schedules of the modules with the largest errors.
 
     steps: by module, its schedule; the modules are in the order of evaluation.
-    errors: by module, the mean distance between its features at two steps. feed_forwards: names of such modules.
+    errors: by module, mean distance between its features at two steps. feed_forwards: names of feed-forward modules.
     num_modules: number of extended schedules (3 in BAC's README, 5 in its simulations); below 2, none is extended."""
     names = list(steps)
     extended = {name: sorted(set(steps[name])) for name in names}

@@ -112,7 +112,7 @@ def tune_steps(
         pipe: a diffusers pipeline; restored at the end.
         run: `run(seed)` runs the pipeline once with this seed, with the steps, guidance and size of later use.
         budget: number of steps of a run to evaluate.
-        seeds, report: the choosing and the reporting seeds: numbers of seeds (0, 1, ...), or lists of seeds.
+        seeds, report: choosing and reporting seeds: lists, or numbers of seeds (from 0; reporting after choosing).
         sampler: a sampler or its name, without a schedule or rule; by default `Forecast(where="output")`.
         runs: number of sets that the search evaluates, without evenly spread sets. Full runs and the report are extra.
         study: a JSON file for the measurements. If it exists, the same call continues its search.
@@ -120,7 +120,7 @@ def tune_steps(
         progress: function that is called after every set, with a description and the share of the work that is done.
 
     Raises:
-        TypeError: `pipe` is not a pipeline with a scheduler. ValueError, before any run: an argument out of its range.
+        TypeError: an unsuitable `pipe` or `sampler`. ValueError, before any run: an argument out of its range.
             ValueError: a budget above the run's steps, runs of different lengths, or a study of other arguments.
     """
     method = Forecast(where="output") if sampler is None else sampler_from(sampler)
@@ -192,7 +192,7 @@ class _Runner:
     full_runs: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # by seed: latent, its distance from noise
 
     def make_full_runs(self, seeds: tuple[int, ...], budget: int) -> None:
-        """Read the study, make the full runs, and check that they fit."""
+        """Make the full runs, and read the study, whose setup must be equal to theirs."""
         saved = read_json(self.study) if self.study is not None and self.study.exists() else None
         if saved is not None and saved.get("schema") != SCHEMA:
             raise ValueError(f"study={str(self.study)!r} is not a study of {SCHEMA}")

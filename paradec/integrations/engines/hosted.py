@@ -1,7 +1,7 @@
 """Hosted rows: rows of masked samplers whose logits an inference engine computes.
 
-The engine forwards the open block of each request and passes the logits to `Hosted.step`. A row is a state of the
-sampler, decoded by its `propose` and `commit`. So schedules, stop rules, edits, random numbers and tokens are those of
+The engine forwards the open block of each request and passes the logits to `Hosted.step`. A row is decoded by the
+sampler's own `propose` and `commit`. So schedules, stop rules, edits, random numbers and tokens are those of
 `paradec.generate`.
 """
 
@@ -88,7 +88,7 @@ class Hosted:
         device: device of the logits.
 
     Raises:
-        ValueError: a sampler that engines cannot host (`why_unsupported`), or a model without a mask token.
+        ValueError: a sampler (`why_unsupported`) or a model that engines cannot host. TypeError: a wrong type.
     """
 
     def __init__(self, sampler: str | Sampler, facts: ModelFacts, device: str | torch.device = "cpu"):
@@ -263,8 +263,8 @@ class Hosted:
         """Step some rows; rows with similar requests are stepped together.
 
         Args:
-            logits: for each key, logits [W, V] of the row's `window`, any floating dtype, not modified. logits[i] are
-                for the token at `window(key)[0]` + i; a model with shifted logits computes them one position earlier.
+            logits: for each key, logits [W, V] of the row's `window`, any floating dtype, not modified. Entry i is for
+                the token at `window(key)[0]` + i; a model with shifted logits computes it one position earlier.
 
         Raises:
             ValueError, TypeError: a key without an open row, a row that is done, or a wrong shape. No row changes.

@@ -35,7 +35,7 @@ REQUEST = (
 )
 """Keys of SGLang's algorithm configuration (a YAML file) that are fields of `paradec.Request`."""
 FACTS = {"eos_token_ids": (), "model_name": "model", "tokenizer_size": None}
-"""Keys of the configuration that describe the model (SGLang does not tell an algorithm), with their defaults."""
+"""Keys of the configuration that describe the model, which SGLang does not pass to algorithms; with defaults."""
 ENGINE = ("block_size", "capture_input_preparation")
 """Keys of the configuration that SGLang reads itself."""
 UNSUPPORTED = {
@@ -150,7 +150,7 @@ class BlockSteps:
 
     def _check_steps(self) -> None:
         """Set `num_parts`, the number of the sampler's blocks in a block of the engine. Raises ValueError unless
-        block_length divides the engine's block, and num_parts divides steps."""
+        block_length divides the engine's block, and `steps`, if set, is used and a multiple of num_parts."""
         length, steps = self.fields.get("block_length"), self.fields.get("steps")
         if self.block_size % (length or self.block_size):
             raise ValueError(f"block_length={length} must divide the engine's block of {self.block_size}")
@@ -280,9 +280,9 @@ class BlockSteps:
         if previous is not None and previous[0] == start:
             hosted.set_sequence_memory(block.key, previous[1])
 
-    def _close_done(self, hosted: Hosted, block: _Block, stepped: StepResult, forward_batch: Any, index: int) -> None:
+    def _close_done(self, hosted: Hosted, block: _Block, result: StepResult, forward_batch: Any, index: int) -> None:
         """If the row is done, close it and store the sampler's memory for the request's next block."""
-        if not stepped.done:
+        if not result.done:
             return
         block.final = True
         if self._has_memory:
@@ -300,7 +300,7 @@ class BlockSteps:
 
 
 def _parse_ids(value: Any) -> tuple[int, ...]:
-    """One id or several, as a tuple."""
+    """Return one id, or a list of ids, as a tuple."""
     ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for token in ids:
         check_int("eos_token_ids", token, low=0)

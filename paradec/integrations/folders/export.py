@@ -17,7 +17,7 @@ from paradec.models.images.loading import packaged_image
 KINDS = ("generate", "pipeline")
 HERE = Path(__file__).parent
 REQUIREMENT = f"parallel-decoding>={__version__}"
-PACKAGED_PIPELINES = ("PixelDiTPipeline",)
+PACKAGED_CLASSES = ("PixelDiTPipeline",)
 
 README = {
     "generate": """---
@@ -51,7 +51,7 @@ print(pipe.paradec.report())  # after a run; pipe.paradec.detach() leaves the pl
 ```
 
 The sampler is `{sampler}`. With the folders of the weights copied next to `model_index.json`,
-`DiffusionPipeline.from_pretrained("{folder}", trust_remote_code=True)` loads both.
+`DiffusionPipeline.from_pretrained("{folder}", trust_remote_code=True)` loads the class and the weights.
 """,
 }
 REQUIREMENTS = """
@@ -109,14 +109,14 @@ def _pipeline_files(model: str | None, sampler: str | None) -> dict[str, Any]:
     base = index.get("_class_name")
     import diffusers
 
-    if not isinstance(base, str) or not (base in PACKAGED_PIPELINES or hasattr(diffusers, base)):
+    if not isinstance(base, str) or not (base in PACKAGED_CLASSES or hasattr(diffusers, base)):
         raise ValueError(
             f"model={model!r}: model_index.json names {short_repr(base)}, which is not a diffusers pipeline"
         )
     from paradec.samplers.forecast.methods import sampler_from
 
     sampler_from(sampler)  # raises for a wrong name
-    owner = "paradec" if base in PACKAGED_PIPELINES else "diffusers"
+    owner = "paradec" if base in PACKAGED_CLASSES else "diffusers"
     text = _read_source("pipeline").replace("diffusers.DiTPipeline", f"{owner}.{base}")
     text = text.replace('"taylorseer"', json.dumps(sampler or "taylorseer"))
     if owner == "paradec":

@@ -18,7 +18,7 @@ except ImportError as error:
         "The package paradec on PyPI is another project"
     ) from error
 
-OF_MASKS = ("sampler", "preset", "prediction", "mask_token_id")
+DECODING_ARGUMENTS = ("sampler", "preset", "prediction", "mask_token_id")
 """Arguments that choose the decoding. If none is given, a model without a mask token is decoded by "sjd" (lossless)."""
 
 
@@ -26,7 +26,7 @@ def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
     """Decode as `model.generate` does. `model` is keyword-only, so positional ids also work in a model's repository."""
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     is_masked = getattr(model.config, "mask_token_id", None) is not None
-    if not is_masked and not any(name in kwargs for name in OF_MASKS):
+    if not is_masked and not any(name in kwargs for name in DECODING_ARGUMENTS):
         kwargs["sampler"] = "sjd"
     bound = {name: kwargs.pop(name) for name in ("tokenizer", "streamer") if name in kwargs}
     method: Any = functools.partial(paradec.hf_generate, **bound) if bound else paradec.hf_generate

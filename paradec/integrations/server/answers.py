@@ -39,7 +39,7 @@ MAX_WAITING = 4  # drafts are dropped while this many pieces of a reply wait to 
 
 
 class Service:
-    """One model, called `name` by clients. presets: fields of `paradec.Request`, by preset. max_answer: in tokens."""
+    """One model, called `name` by clients. presets: fields of `paradec.Request`, by name. max_answer: in tokens."""
 
     def __init__(self, engine: Engine, name: str, presets: Mapping[str, Mapping[str, Any]], max_answer: int):
         self.engine, self.name, self.presets, self.max_answer = engine, name, presets, max_answer
@@ -86,7 +86,7 @@ class Answer:
         self._put_scores = scores
 
     def put_draft(self, ids: Tensor) -> None:
-        """Receive the ids [1, n] after the final ids; they may still change."""
+        """Receive a draft: the ids [1, n] after the final ids, which may still change."""
         reply, mask_id, decode = self.reply, self._model.facts.mask_token_id, self._model.tokenizer.decode
         if reply.body.paradec.get("drafts") and reply.queue.qsize() < MAX_WAITING and not self._cutter.is_over:
             texts = [None if token == mask_id else decode([token]) for token in ids[0].tolist()]

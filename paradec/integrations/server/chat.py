@@ -111,7 +111,7 @@ class StopCutter:
         self.stops, self.is_over, self.rest = stops, False, ""
 
     def feed(self, text: str, is_last: bool = False) -> str:
-        """Add a piece; return new text that belongs to no stop sequence. `rest` may belong to one, or follows it."""
+        """Add a piece; return new text before any stop sequence. `rest` may begin one; if `is_over`, it follows one."""
         if self.is_over:
             return ""
         text = self.rest + text

@@ -42,7 +42,7 @@ class ApiError(Exception):
 
 
 def to_api_error(error: BaseException, param: str | None = None) -> ApiError:
-    """Convert any error. param: body's field with a wrong value; None: the field in the message of a ValueError."""
+    """Convert any error. param: body's field with a wrong value; None: the field at the start of the message."""
     message = str(error) or f"{type(error).__name__} in the server"
     match error:
         case ApiError():

@@ -304,8 +304,8 @@ class HarnessModel:
                 "judged": len(errors),
                 "forwards": sum(entry.forwards for entry in self.likelihoods),
                 # None replaces NaN (the error of a single stratum), which JSON lacks
-                "median_standard_error": _number(errors.nanmedian().item()),
-                "largest_standard_error": _number(errors.where(~errors.isnan(), -1.0).max().item()),
+                "median_standard_error": _none_for_nan(errors.nanmedian().item()),
+                "largest_standard_error": _none_for_nan(errors.where(~errors.isnan(), -1.0).max().item()),
                 "without_a_standard_error": int(errors.isnan().sum()),
             }
         return info
@@ -316,8 +316,8 @@ class HarnessModel:
         return tqdm(total=total, desc=description, disable=hidden)
 
 
-def _number(value: float) -> float | None:
-    return None if value != value or value < 0 else value
+def _none_for_nan(value: float) -> float | None:
+    return None if value != value or value < 0 else value  # -1: every error is NaN
 
 
 @dataclass(frozen=True)

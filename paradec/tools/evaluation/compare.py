@@ -128,8 +128,8 @@ class Comparison:
     def aup(self) -> dict[str, float]:
         """Compute the area under the accuracy-parallelism curve (`paradec.tools.evaluation.metrics.aup`), by sampler.
 
-        Areas are comparable only for equal numbers of settings: samplers without the most frequent number are left out,
-        and all of them if this number is 1."""
+        Areas are comparable only for equal numbers of settings: samplers without the most frequent number are left out.
+        If this number is 1, the result is empty."""
         best_accuracy = max((100 * result.accuracy() for result in self.results), default=0.0)
         points: dict[str, list[tuple[float, float]]] = {}
         for result in self.results:
@@ -357,9 +357,9 @@ def _measure(
     groups = [list(group) for _, group in runs]
     for rows in (group[first : first + batch] for group in groups for first in range(0, len(group), batch)):
         prompts = [question.prompt for question in rows]
-        counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
+        block_counts = [policy.count(len(row), len(row) + new) or 1 for row in encode(model, prompts).rows]
         constraint = {"constraint": rows[0].constraint or request["constraint"]}
-        arguments = request | constraint | configuration.request(new, max(counts))
+        arguments = request | constraint | configuration.request(new, max(block_counts))
         if not seed_matters(method, arguments.get("temperature", 0), request["suffix"]):
             arguments["seed"] = None
         if not result.answers:  # warm up: one-time work must not be timed
@@ -372,8 +372,8 @@ def _measure(
             text = ids if output.text is None else output.text[row]
             is_right = tuple(ids) == question.truth if question.right is None else question.right(str(text))
             right.setdefault(question.task, []).append(is_right)
-            counts_of = {"nfe": output.row_nfe[row], "tokens": output.tokens[row]}
-            result.answers.append({"text": text, "right": is_right, **counts_of})
+            answer = {"text": text, "right": is_right, "nfe": output.row_nfe[row], "tokens": output.tokens[row]}
+            result.answers.append(answer)
         result.row_calls += sum(output.row_nfe)
         result.forwarded_tokens += output.forwarded_tokens
         result.tokens += sum(output.tokens)
@@ -384,7 +384,7 @@ def _measure(
 
 
 def _is_supported(configuration: Configuration, model: Model, prompt: Any, arguments: dict[str, Any]) -> bool:
-    """Check whether a sampler supports the model and the request; warn if it does not."""
+    """Check whether a configuration supports the model and the request; warn if a sampler's defaults do not."""
     if configuration.sampler == BASELINE:
         return True  # if the baseline fails, the request is wrong: `compare` raises later
     try:
@@ -405,6 +405,7 @@ def _expected_forwards(configuration: Configuration, new: int) -> float:
 
 
 def _reusable_results(resume: Comparison, setup: dict[str, Any]) -> dict[str, Result]:
+    """Return the results to reuse, by configuration. Raises ValueError unless `resume` has the setup `setup`."""
     for name in resume.setup | setup:
         earlier, current = resume.setup.get(name), setup.get(name)
         if earlier != current:

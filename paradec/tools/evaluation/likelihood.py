@@ -57,7 +57,7 @@ class Masking:
     """Number of tokens before the continuation."""
     weight: float
     stratum_index: int
-    """Index of a stratum. Its rows' sums, each times its `weight`, add up to one estimate."""
+    """Index of the row's stratum. The weighted sums of all rows of a stratum add up to one estimate."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ SWEEPS: dict[str, tuple[Changes, ...]] = {
 }
 """Settings of ParallelBench's samplers; the first is the default. The thresholds are in its range, 0.5 to 1; the
 factors are its five. A sweep of n settings uses the first n."""
-NAMES = (
+TASK_NAMES = (
     *("copy", "reverse", "sort", "shuffle", "insert_at", "insert_random", "remove_at", "remove_random", "replace_at"),
     *("replace_random", "latin_square"),
 )
@@ -64,11 +64,11 @@ def sweep(name: str, settings: int = MAX_SETTINGS) -> list[Configuration]:
 
 
 def parallel_questions(tasks: str | Iterable[str] | None = None, limit: int | None = None) -> list[Question]:
-    """Read the packaged prompts of `tasks` (names in `NAMES`; None: all), at most `limit` of each. Raises ValueError:
-    an argument out of its range."""
-    task_names = list(NAMES) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
+    """Read the packaged prompts of `tasks` (names in `TASK_NAMES`; None: all), at most `limit` of each. Raises
+    ValueError: an argument out of its range."""
+    task_names = list(TASK_NAMES) if tasks is None else [tasks] if isinstance(tasks, str) else list(tasks)
     for name in task_names:
-        check_choice("task", name, NAMES)
+        check_choice("task", name, TASK_NAMES)
     return packaged_questions(task_names, limit)
 
 

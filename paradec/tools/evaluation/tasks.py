@@ -183,8 +183,8 @@ def _is_latin_square(x: Example, lines: Lines) -> bool:
     return all(sorted(column) == symbols for column in zip(*lines, strict=True))
 
 
-def _task(name: str, solve: Callable[[Example, Random], Lines], *checked: Any, **fields: Any) -> Task:
-    return Task(name, TEMPLATES[name], solve, *checked, **fields)
+def _task(name: str, solve: Callable[[Example, Random], Lines], *accept: Any, **fields: Any) -> Task:
+    return Task(name, TEMPLATES[name], solve, *accept, **fields)
 
 
 TASKS: dict[str, Task] = {

@@ -17,7 +17,7 @@ from paradec.tools.traces.payload import check_matplotlib, check_runs, run_data
 
 DATA, PAGES, ANIMATIONS = ("", ".json"), (".html", ".htm"), (".gif",)
 PLOTS = (".png", ".pdf", ".svg")
-HARMLESS = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 """JSON escapes of characters that could end the page's script element or a line in it."""
 
 
@@ -62,7 +62,7 @@ def page(traces: Sequence[Trace], names: Sequence[str] = (), title: str = "") ->
     title = title or " beside ".join(run_names)
     runs = [run_data(trace, name) for trace, name in zip(traces, run_names, strict=True)]
     data = json.dumps({"runs": runs}, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    for character, code in HARMLESS.items():
+    for character, code in ESCAPES.items():
         data = data.replace(character, code)
     template = (resources.files("paradec.tools.traces") / "page.html").read_text(encoding="utf-8")
     head, tail = template.split("@DATA@")

@@ -25,7 +25,7 @@ def write(
     seconds: float = 0.3,
     font: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Draw runs side by side, one frame per step; of more than 120 steps, 120 evenly spaced ones.
+    """Draw runs side by side: a frame for the start and for each step, or 120 evenly spaced frames if there are more.
 
     traces: 1 to 4 traces. names: names of the runs; by default their samplers. row: the row of text runs to draw (of
     image runs, the first 8 rows are drawn). width: width of the animation in pixels. seconds: duration of a frame.
@@ -111,6 +111,5 @@ def _draw(image: Any, left: int, trace: Trace, name: str, boxes: Any, num_steps:
         if waiting or step >= 0 and (picture is None or step == num_steps - 1 and not is_last):
             pen.rectangle(box, fill=WAITING if waiting else RAMP[round(share)])
         if trace.cells is None and not waiting:
-            pen.text(
-                (box[0] + 4, box[1] + 1), _text(trace, token), font=typeface, fill="white" if 0 <= share < 3 else INK
-            )
+            colour = "white" if 0 <= share < 3 else INK
+            pen.text((box[0] + 4, box[1] + 1), _text(trace, token), font=typeface, fill=colour)

@@ -82,7 +82,7 @@ def run_data(trace: Trace, name: str) -> dict[str, Any]:
         "mask": trace.mask_id,
         "texts": {str(token): text[:MAX_TEXT_LENGTH] for token, text in trace.texts.items()},
         "special": trace.special,
-        "rules": [name or str(trace.settings.get("sampler", "")) for name in trace.rules],
+        "rules": [rule or str(trace.settings.get("sampler", "")) for rule in trace.rules],
         "rows": [_row(trace, row, images) for row in rows],
         "grid": trace.grid,
         "steps": steps,
@@ -119,7 +119,7 @@ def _steps(trace: Trace, num_rows: int, image_budget: int, left_out: list[str]) 
     """Build the data of the steps. image_budget: characters left for images. Lists omitted parts in `left_out`."""
     entries: list[dict[str, Any]] = []
     writes = spans = drafts = 0
-    is_complete = (True, True, True)
+    within_limits = (True, True, True)
     for index, step in enumerate(trace.steps):
         writes += len(step.commits)
         if writes > MAX_WRITES or index >= MAX_STEPS:
@@ -129,9 +129,9 @@ def _steps(trace: Trace, num_rows: int, image_budget: int, left_out: list[str]) 
         spans += sum(len(row) for row in step.evaluated or ())
         drafts += len(step.rejected or ())
         image_budget -= sum(len(picture) for picture in step.pictures or ())
-        is_complete = (spans <= MAX_MARKS, drafts <= MAX_MARKS, image_budget >= 0)
-        entries.append(_step(step, num_rows, *is_complete))
-    for fits, label in zip(is_complete, ("what was evaluated", "rejected drafts", "the latent"), strict=True):
+        within_limits = (spans <= MAX_MARKS, drafts <= MAX_MARKS, image_budget >= 0)
+        entries.append(_step(step, num_rows, *within_limits))
+    for fits, label in zip(within_limits, ("what was evaluated", "rejected drafts", "the latent"), strict=True):
         if not fits:
             left_out.append(f"{label}, in later steps")
     return entries

@@ -26,7 +26,7 @@ def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
     axes = drawing.subplots(2, len(traces), squeeze=False, height_ratios=(2.2, 1))
     for upper, lower, trace, name in zip(axes[0], axes[1], traces, run_names, strict=True):
         upper.set_title(f"{name}: {format_count(max(trace.row_nfe, default=0), 'forward')}")
-        _positions(drawing, upper, trace)
+        _draw_positions(drawing, upper, trace)
         costs = [sum(step.forwarded) for step in trace.steps]
         colours = [COLOURS.get(step.kind, "tab:green") for step in trace.steps]
         lower.bar(range(1, len(costs) + 1), costs, color=colours, width=0.9)
@@ -35,7 +35,7 @@ def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
     return drawing
 
 
-def _positions(figure: Any, axes: Any, trace: Trace) -> None:
+def _draw_positions(figure: Any, axes: Any, trace: Trace) -> None:
     if trace.grid is not None and trace.cells:
         steps = np.full(len(trace.cells[0]), np.nan)
         cell_of_position = {position: cell for cell, position in enumerate(trace.cells[0])}

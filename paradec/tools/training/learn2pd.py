@@ -150,7 +150,7 @@ def collect(
 
     Each prompt is decoded twice. The first decoding commits one token per step, the most confident. Each step of the
     second decoding records the block's features, and which candidates equal the tokens of the first decoding; these are
-    committed. The first decoding fills a block whose candidates do not change, or that has had one step per mask.
+    committed. If the candidates do not change, or after one step per mask, the first decoding's tokens fill the block.
 
     model: from `paradec.load` or `paradec.wrap`. prompts: texts, chats or rows of ids.
     block_length, max_new_tokens: by default the model's.
@@ -224,8 +224,8 @@ def _replay(model: Model, state: MaskedState, targets: Tensor, first: int, setup
             final = (proposal.values == target) & valid
             is_stable = ((proposal.values == window.read(last_values)) | ~valid).all(1)
             # limit a block to one step per mask
-            last = state.block_step[window.rows] + 1 >= state.masks_at_open[window.rows]
-            is_stable |= torch.as_tensor(last, device=is_stable.device)
+            is_last = state.block_step[window.rows] + 1 >= state.masks_at_open[window.rows]
+            is_stable |= torch.as_tensor(is_last, device=is_stable.device)
             block = torch.stack([features[name] for name in FEATURES], 1)
             yield Records(
                 setup,

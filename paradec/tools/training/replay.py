@@ -38,7 +38,7 @@ def replay(
     """Compute the log-probability of every decision of a rollout, in the state of its step.
 
     With unchanged weights the result equals `rollout.logp`, unless the rollout was decoded with an approximation. Then
-    its policy differs, and a warning is given: correct by the ratio of the result to `rollout.logp`. The module is
+    the policy differs, and a warning is given: correct by the ratio of the result to `rollout.logp`. The module is
     called in evaluation mode.
 
     Args:
@@ -249,7 +249,7 @@ def _causal_row(model: Any, states: Rollout, row: int, decisions: _Decisions) ->
 
 
 def _row_per_state(model: Any, states: Rollout, row: int, decisions: _Decisions) -> Iterator[_Part]:
-    """Yield a row for each state with decisions. For block-causal models it ends after the decisions' last block."""
+    """Yield a row for each state with decisions. For block-causal models a row ends after the decisions' last block."""
     (steps, canvases), blocks = _build_canvases(model, states, row), _block_numbers(model, states, row)
     for step, canvas in zip(steps.tolist(), canvases, strict=False):
         step_decisions = _Decisions(*(field[decisions.step == step] for field in decisions))

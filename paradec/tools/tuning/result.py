@@ -197,10 +197,10 @@ class Tuning:
         if self.reference is not None:
             lines.append(self._line("", self.reference, costs, "", versus=False))
             lines += _under("one token per step (the reference, no candidate)")
-        for extra, label in ((self.default, "the baseline"), (self.hand, "the best set by hand")):
+        for extra, role in ((self.default, "the baseline"), (self.hand, "the best set by hand")):
             if extra is not None and extra.reported is not None:
                 lines.append(self._line("", extra.reported, costs, ""))
-                lines += _under(f"{extra.name} ({label})")
+                lines += _under(f"{extra.name} ({role})")
         for k, point in enumerate(self.points):
             mark = f"{'*' if k == self.chosen else ' '}{k + 1}"
             lines.append(
@@ -210,10 +210,10 @@ class Tuning:
         return lines
 
     def _line(self, mark: str, measured: Measured, costs: Sequence[str], alike: str, versus: bool = True) -> str:
-        chosen_on = self.reference is None  # only the choosing half was measured
-        values = measured.score if chosen_on else self.score(measured)
+        only_choosing = self.reference is None  # only the choosing half was measured
+        values = measured.score if only_choosing else self.score(measured)
         cells = f"{mark:>3}  {100 * sum(values) / len(values):8.1f}"
-        if chosen_on:
+        if only_choosing:
             cells += " " * 36
         else:
             low, high = self.interval(values)

@@ -40,8 +40,7 @@ MAX_FAST = 0.5
 """Hand-made settings with at most this number of forwards per position are dropped only if they are surely worse."""
 
 Progress = Callable[[str, float], None]
-"""Function that is called after every rung and batch, with the measured setting's name, and the share of the work that
-is done, in [0, 1]."""
+"""Function that is called after each rung and reported batch, with a label and the share of work done, in [0, 1]."""
 
 
 def tune(
@@ -226,7 +225,7 @@ class _Search:
         self.holes = any(hole_counts)
         self.positions = max(1, round(sum(hole_counts) / len(rows)) + new)
         """Mean number of undecided positions per row."""
-        self.lengths = [
+        self.answer_spans = [
             (row.index(facts.mask_token_id) if holes else len(row), len(row) + new)
             for row, holes in zip(rows, hole_counts, strict=True)
         ]
@@ -237,7 +236,7 @@ class _Search:
 
     def build_request(self, candidate: Candidate) -> Request:
         """Build the request of a candidate, without a seed."""
-        return spaces.build_request(self.model, candidate, self.base, self.positions, self.lengths, self.holes)
+        return spaces.build_request(self.model, candidate, self.base, self.positions, self.answer_spans, self.holes)
 
     def run(self, trials: int, minutes: float | None) -> Tuning:
         """Run all hand-made settings and `trials` proposals within `minutes`. Then measure the best settings on the
@@ -245,14 +244,14 @@ class _Search:
         self.num_trials = trials
         self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
         self.starts = [self.space.params(start) for start in self.space.starts]
-        with interruptible(self._front, "tuning was interrupted; the results so far are in .output"):
+        with interruptible(self._build_result, "tuning was interrupted; the results so far are in .output"):
             if "seconds" in self.costs:  # warm up: one-time work must not be timed
                 request = Request(**self.base, seed=self.seed)
                 self.choosing.decode(request, 0, min(2, self.rungs[0]))
             num_refused = 0
             while self._count_remaining() and time.monotonic() < self.end and num_refused < 10 * (trials + 1):
                 num_refused += not self._trial()
-            result = self._front()
+            result = self._build_result()
             if result.points:
                 self._report(result)
                 result.complete = not self._count_remaining()
@@ -371,7 +370,7 @@ class _Search:
 
     # ---- results ------------------------------------------------------------------------------------------------
 
-    def _front(self) -> Tuning:
+    def _build_result(self) -> Tuning:
         """Build the result, from the candidates that were measured on the whole choosing half."""
         counts = dict.fromkeys(("measured", "stopped early", "refused", "failed", "under way"), 0)
         points: dict[str, Point] = {}

@@ -171,7 +171,7 @@ def build_space(
 
     prompts: encoded prompts, with which each sampler is started as a check.
     base: arguments that all requests share.
-    names: samplers, and combinations as text; None is every masked sampler and of `COMBINATIONS` that works.
+    names: samplers, and combinations as text; None is all masked samplers and `COMBINATIONS` that work.
     Raises ValueError: an unknown name, a sampler of another family, a sampler in `names` that does not work with the
     model and prompts, or no sampler that works."""
     masked_names = [name for name in samplers.names() if samplers.get(name).family == "masked"]
@@ -307,13 +307,13 @@ def build_request(
     candidate: Candidate,
     base: Mapping[str, Any],
     positions: int,
-    lengths: Sequence[tuple[int, int]],
+    answer_spans: Sequence[tuple[int, int]],
     holes: bool = False,
 ) -> Request:
     """Build the request of a candidate.
 
     positions: mean number of undecided positions per row.
-    lengths: start and end of each row's answer. The number of steps is for the row with the most blocks.
+    answer_spans: start and end of each row's answer. The number of steps is for the row with the most blocks.
     holes: whether prompts have masks.
     Raises ValueError: settings that do not work together."""
     configuration = candidate.configuration
@@ -321,7 +321,7 @@ def build_request(
     steps: dict[str, Any] = {}
     if "steps" in candidate.changes:
         policy = choose_policy(method, model, None, candidate.block_length, holes)
-        blocks = max(policy.count(*length) or 1 for length in lengths)
+        blocks = max(policy.count(*span) or 1 for span in answer_spans)
         steps = configuration.request(positions, blocks)
     cache = None if candidate.cache == "none" else candidate.cache
     return Request(**{**base, "sampler": method, "cache": cache, "block_length": candidate.block_length, **steps})

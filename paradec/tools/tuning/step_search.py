@@ -67,8 +67,8 @@ def search(loss: Loss, starts: list[Steps], total: int, runs: int, seed: int = 0
             best, value = steps, new_loss
         return new_loss
 
-    def num_remaining(share: int) -> int:
-        return len(starts) + share - len(evaluated)
+    def num_remaining(max_sets: int) -> int:
+        return len(starts) + max_sets - len(evaluated)
 
     current, current_loss, num_proposals = even, scale, 0
     first, last = TEMPERATURES

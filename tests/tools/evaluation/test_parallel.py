@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from paradec import cli
 from paradec.tools.evaluation.metrics import aup
-from paradec.tools.evaluation.parallel import NAMES, SWEEPS, parallel, parallel_questions, sweep
+from paradec.tools.evaluation.parallel import SWEEPS, TASK_NAMES, parallel, parallel_questions, sweep
 
 
 def test_prompts_cover_the_tasks_of_parallelbench() -> None:
-    assert {question.task for question in parallel_questions(limit=1)} == {*NAMES}
+    assert {question.task for question in parallel_questions(limit=1)} == {*TASK_NAMES}
 
 
 @pytest.mark.parametrize("settings", [2, 3, 5])

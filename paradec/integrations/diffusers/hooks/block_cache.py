@@ -45,9 +45,9 @@ class BlockCache(PipelineSession, nn.Module):
     """Block cache on a LLaDA2Pipeline, from `paradec.accelerate(pipe, cache="block")`. A context manager.
 
     It replaces `pipe.model` and forwards its attributes. A call evaluates only positions that are not in a transformers
-    `DynamicCache`: a newly finished block and the open block. Raises TypeError for another pipeline; ValueError for a
-    model without a key/value cache, or if a test with random tokens shows that blocks attend to later blocks, or that
-    the cache changes logits.
+    `DynamicCache`: at first all, later a newly finished block and the open block. Raises TypeError for another
+    pipeline; ValueError for a model without a key/value cache, or if a test with random tokens shows that blocks attend
+    to later blocks, or that the cache changes logits.
     """
 
     def __init__(self, pipe: Any):
@@ -68,7 +68,7 @@ class BlockCache(PipelineSession, nn.Module):
                 "paradec.integrations.diffusers.hooks.block_cache"
             )
         self.pipe, self.inner = pipe, model
-        self.checked_lengths: set[int] = set()  # block lengths
+        self.checked_lengths: set[int] = set()  # block lengths that passed the check
         self.counts = BlockCacheReport()
         # of the n positions before the open block: cache of keys and values; tokens and mask [2, B, n]
         self.prefix: tuple[Any, Tensor] | None = None

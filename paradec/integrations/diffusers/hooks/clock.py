@@ -1,6 +1,6 @@
 """Counter of the runs and solver steps of a pipeline. A pipeline has one run at a time, in one thread.
 
-The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. For loops that do not call `step`, a
+The scheduler's `set_timesteps` begins a run, and its `step` ends a solver step. In loops that do not call `step`, a
 change of the timestep begins a step, and a change of its direction begins a run.
 """
 
@@ -42,7 +42,7 @@ class Clock:
         self.lock = threading.RLock()  # held during a call of the transformer
         self.interrupted_threads: set[int] = set()  # threads whose run ended because another thread began a run
         self.scheduler: Any = None
-        self.originals: dict[str, Any] = {}  # by method: the scheduler's instance attribute that it replaced, or None
+        self.originals: dict[str, Any] = {}  # by method: the scheduler's instance attribute before wrapping, or None
 
     @property
     def total(self) -> int | None:

@@ -1,4 +1,4 @@
-"""A sampler for GLM-Image's prior in `GlmImagePipeline`: it replaces `vision_language_encoder.generate`."""
+"""A sampler for GLM-Image's prior in `GlmImagePipeline`, in place of `vision_language_encoder.generate`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from paradec.samplers.masked.rules.recap import Recap
 class RecapReport:
     """Counts since a `RecapSession` was attached."""
 
-    cells: list[tuple[int, int]] = field(default_factory=list)  # per call: numbers of evaluated and all cells of a row
+    cells: list[tuple[int, int]] = field(default_factory=list)  # per call, of a row: evaluated cells, all cells
     bytes: int = 0  # maximum size of keys, values and hidden states
 
     short = property(str, doc="The report in one line, as `str`.")
@@ -140,7 +140,7 @@ class RecapSession(PipelineSession):
 
 
 class _CachingProcessor:
-    """diffusers' attention, with stored keys and values of all cells. A local step updates those of its cells."""
+    """diffusers' attention, with stored keys and values of all cells. A local step updates the entries of its cells."""
 
     def __init__(self, session: RecapSession, attention: Any):
         self.session, self.attention, self.original = session, attention, attention.processor

@@ -68,7 +68,7 @@ class Report:
     @property
     def speedup(self) -> float | None:
         """Speed-up of this run over one with full calls only, estimated by the median time of each transformer's full
-        calls; None if a transformer has no full calls."""
+        calls; None without calls, or if a called transformer has no full calls."""
         full_seconds: dict[str, list[float]] = {}
         for call in self.calls:
             if call.kind == "full":
@@ -93,7 +93,7 @@ class Report:
             why = f"the schedule evaluates each of these {steps} steps"
         else:
             name = METHOD_OF_RULE.get(rule.name, rule.name)
-            why = f"{name} requested an evaluation at each of {steps} steps; a larger threshold skips"
+            why = f"{name} requested an evaluation at each of {steps} steps; a larger threshold skips some"
             if self.changes:
                 smallest = min(self.changes)
                 why += f": the smallest change was {smallest:.3g}, so a threshold of {1.01 * smallest:.3g} would"

@@ -92,7 +92,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
         sampler: a method (`TaylorSeer`, the default, `TeaCache`, ...), a `Forecast`, a rule (`Forecast(when=rule)`), a
             config of diffusers (`TaylorSeerCacheConfig(...)`), or a name: "taylorseer(interval=3)". For AmusedPipeline,
             `ReCAP`.
-        cache: "block" for LLaDA2Pipeline (`hooks.block_cache.BlockCache`); not together with `sampler`.
+        cache: "block" for LLaDA2Pipeline (`hooks.block_cache.BlockCache`); not together with `sampler` or `prior`.
         prior: the sampler of GlmImagePipeline's prior, or a mapping with more settings (`hooks.prior.PriorSession`).
             `sampler` is then for the pipeline's DiT, and may be left out.
         settings: settings of a sampler that is given by its name.

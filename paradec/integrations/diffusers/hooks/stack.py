@@ -22,7 +22,7 @@ from paradec.samplers.forecast.bases import History
 from paradec.samplers.forecast.refresh import Probe, Rule, RunProgress
 
 Build = Callable[[dict[str, Tensor]], Any]
-"""Function that builds a block's output from streams by name. Its other values are those of the evaluated output."""
+"""Function that builds a block's output from streams by name; other values come from the evaluated output."""
 
 
 @dataclass(eq=False)
@@ -48,10 +48,10 @@ class StackCall:
     position: int = -1
     probe: Tensor | None = None  # output of the probe's last block, denoised stream
     is_full: bool | None = None  # whether the blocks after the probe are evaluated; None before the decision
-    step: float = 0.0
+    step: float = 0.0  # the step for which residuals are forecast
     start: dict[str, Tensor] = field(default_factory=dict)  # input of the open segment
     begin: int = -1  # position of the open segment's first block; -1 if no segment is open
-    end: int = -1  # position of its latest (evaluated) or last (forecast) block
+    end: int = -1  # position of its latest block in a full call, of its last block in a forecast
     place: Place | None = None  # the latest evaluated block
     returned: dict[str, Tensor] = field(default_factory=dict)  # the output of this block
     residual: Tensor | None = None  # residual of the denoised stream in the latest evaluated segment
@@ -143,7 +143,7 @@ class Stack:
         return is_full
 
     def _segment_input(self, call: StackCall, streams: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the input of a segment's first block; that of the probe if the segment begins with the probe."""
+        """Return a segment's input: the probe's, if the segment follows the probe and its forecast replaces both."""
         includes_probe = self.rule is not None and self.rule.replaces_probe and call.position == self.start
         # a residual needs equal shapes before and after the probe
         return call.entry if includes_probe and _shapes(call.entry) == _shapes(streams) else _copy(streams)
@@ -214,7 +214,7 @@ class Stack:
 
 
 def _continues_segment(call: StackCall, place: Place, streams: dict[str, Tensor]) -> bool:
-    """Whether a block belongs to the open segment: equal shapes; the first block of a list gets the latest output."""
+    """Whether a block continues the open segment: equal shapes, and in the latest block's list or on its output."""
     if _shapes(streams) != _shapes(call.start):
         return False
     assert call.place is not None

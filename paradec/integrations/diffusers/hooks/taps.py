@@ -79,8 +79,8 @@ class Tap:
         histories: list[History | None] = [None] * len(leaves)
         if self.place.kind == "skip":
             return ModuleHistory([self._make_placeholder(leaf) for leaf in leaves], histories, spec)
-        is_same = history is not None and len(history.histories) == len(leaves)
-        before = history.histories if history is not None and is_same else histories.copy()
+        has_same_leaves = history is not None and len(history.histories) == len(leaves)
+        before = history.histories if history is not None and has_same_leaves else histories.copy()
         for i, start in enumerate(self._residual_starts(leaves, args, kwargs)):
             leaf = leaves[i]
             if isinstance(leaf, Tensor) and leaf.is_floating_point():

@@ -56,7 +56,7 @@ class RunState:
     levels: Sequence[float] = ()  # noise levels of the steps, if the rule uses them
     is_deciding: bool = False  # whether the current call made the decision of its step
     changes: list[float] = field(default_factory=list)  # see `Report.changes`
-    exceeds_memory: bool = False  # whether this call's histories exceed `max_memory`
+    exceeds_memory: bool = False  # whether all histories, with this call's, exceed `max_memory`
 
     def advance_to_step(self, index: int) -> None:
         """Begin a call at this solver step. The first call of a step also ends the previous step."""
@@ -79,7 +79,7 @@ class Transformer:
     """One transformer of a session, with its hooks.
 
     Raises ValueError if the module is accelerated already, has a diffusers cache, lacks a module in the settings, or is
-    compiled as a whole and `where` is not "output". The module is then unchanged.
+    compiled as a whole and `where` is not "output". After an error the module is unchanged.
     """
 
     def __init__(self, name: str, module: nn.Module, settings: Forecast, clock: Clock):
@@ -95,7 +95,7 @@ class Transformer:
         self.histories: dict[str, Any] = {}  # the current branch's histories, by module
         self.evaluated: list[str] = []  # modules that the current call has evaluated
         self.forecast: list[str] = []  # modules that the current call has forecast or skipped
-        self.last_calls: dict[str, int] = {}  # by module, index of its latest call in the current call
+        self.last_calls: dict[str, int] = {}  # by module, index of its latest call in the transformer's current call
         self.hooks: list[Hook] = []
         self.compiled: list[tuple[nn.Module, Any]] = []  # compiled modules that run eagerly, and their compiled calls
         self._check()
@@ -298,7 +298,7 @@ class Transformer:
         return run.states[self.name]
 
     def _find_branch(self, leaves: list[Any]) -> str:
-        """Return the name of the branch: each call of a step is one. If shapes have changed, clear its histories."""
+        """Return the branch's name: each call of a step is one. If a `_signature` has changed, clear its histories."""
         state, context = self.state, self.root.context
         call_index = state.last_calls[context] = state.last_calls.get(context, -1) + 1
         branch = f"{context or 'call'} {call_index}"
@@ -308,7 +308,7 @@ class Transformer:
         return branch
 
     def check_memory(self, histories: Any) -> Any:
-        """Return new histories. If they exceed `max_memory`, return meta tensors, and `call` raises at its end."""
+        """Return these new histories; if all exceed `max_memory`, return meta tensors, and `call` raises at its end."""
         limit: Any = self.settings.max_memory
         if limit is None or self.state.count_bytes(self.basis.slots) <= limit:
             return histories

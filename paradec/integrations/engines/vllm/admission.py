@@ -53,7 +53,7 @@ def _check_fit(settings: Any, model_config: Any) -> None:
         if token >= served.facts.vocab_size:
             raise ValueError(f"template={token} is not in the vocabulary (0 to {served.facts.vocab_size - 1})")
     prompt_token = 1 if served.facts.mask_id == 0 else 0
-    fields = {name: value for name, value in settings.fields.items() if name != "steps"}  # checked with the prompt
+    fields = {name: value for name, value in settings.fields.items() if name != "steps"}  # steps: needs the prompt
     room = max(1, (served.facts.max_length or 2) - 1 - len(settings.template))
     new = min(settings.max_new_tokens, room) if settings.template else max(1, min(settings.max_new_tokens, room))
     served.open_row([prompt_token], type(settings)(settings.sampler, settings.template, new, fields, settings.stop_ids))

@@ -1,7 +1,7 @@
 """Configuration classes of the published checkpoints for vLLM. They read config.json as `paradec.load` does.
 
 transformers does not know the `model_type` of these checkpoints, and their own configuration classes are remote code.
-A class has the field names of the transformers configuration with the same layers. Its additional field
+Each class has the field names of transformers' configuration for the same layers. Its additional field
 `canvas_length`, the block length of the training, tells vLLM that this is a diffusion model.
 """
 
@@ -21,7 +21,7 @@ ARCHITECTURES = {
 
 
 class _BlockConfig(PretrainedConfig):
-    """Base class. Its fields are those of `Family.config`, the checkpoint's token ids, and `canvas_length`."""
+    """Base class. Its fields are those of `Family.config`, token ids, `canvas_length`, and `published`: config.json."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

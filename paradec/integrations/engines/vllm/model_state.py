@@ -86,7 +86,7 @@ class BlockModelState(DefaultModelState):
             source[begins[index]] = total + row_id
             computed = int(input_batch.num_computed_tokens_np[index])
             end = computed + int(begins[index + 1] - begins[index])
-            # a prompt's last, incomplete block is evaluated again with its canvas, so its state is not stored
+            # a prompt's last, incomplete block is evaluated again with its canvas, so its hidden state is not stored
             if slot is not None and (slot.is_storing or end <= slot.begin) and end % self.served.block == 0:
                 columns[row_id] = int(begins[index + 1]) - 1
             elif slot is not None and computed < slot.begin < end:

@@ -24,7 +24,7 @@ diffusion models."""
 
 
 def register() -> None:
-    """Register the checkpoints with vLLM and transformers, except architectures that vLLM itself supports."""
+    """Register the configurations with transformers, and with vLLM the architectures that it lacks."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP

@@ -62,7 +62,7 @@ class BlockSampler:
                 continue  # vLLM's memory profiling passes rows that are not requests
             slot = self.slots[row_id]
             first, last = int(begins[index]), int(begins[index + 1])
-            if first == last:
+            if first == last:  # a part of a prompt, without a canvas
                 num_prefill = int(input_batch.prefill_len_np[index])
                 num_computed = int(input_batch.num_computed_tokens_np[index] + evaluated[index])
                 if num_computed < num_prefill:

@@ -82,7 +82,7 @@ def read_model(model: Any) -> ServedModel:
 
 class Slot:
     """One request of the batch. begin: position of the block that the next forward evaluates. is_storing: whether this
-    block's tokens are final, so that the forward stores their keys and values. known: number of tokens in vLLM."""
+    block's tokens are final, so that the forward stores their keys and values. known: tokens that vLLM has."""
 
     def __init__(self, served: ServedModel, hosted: Hosted, known: int):
         self.served, self.hosted, self.known = served, hosted, known
@@ -107,7 +107,7 @@ class Slot:
         return ids
 
     def step(self, logits: Tensor, forwards_twice: bool) -> list[int]:
-        """Step a canvas with its logits [n, V]. Returns the tokens to emit; none as long as the block is not final.
+        """Step a canvas with its logits [n, V]. Returns the tokens to emit: none until the block is final.
         forwards_twice: whether a final block needs one more forward, even if its last step changed no token."""
         if self.is_storing:
             return self._emit()
@@ -119,7 +119,7 @@ class Slot:
             self.failed = True
             return [self.served.facts.mask_id]
         if result.done and min(int(self.state.end[0]), int(self.state.requested_end[0])) <= self.stop:
-            return self._emit()  # vLLM ends the request, so its keys and values need not be stored
+            return self._emit()  # vLLM ends the request, so the block's keys and values need not be stored
         if result.closed:
             self.is_storing = True
             if not result.changed and not forwards_twice:
@@ -154,10 +154,10 @@ def cut_at_blocks(begins: np.ndarray, computed: np.ndarray, block: int) -> tuple
     for row in range(len(begins) - 1):
         first, position = int(begins[row]), int(computed[row])
         stop = position + int(begins[row + 1]) - first
-        start = position
-        while start < stop:
-            start = min(stop, start - start % block + block)
+        end = position
+        while end < stop:
+            end = min(stop, end - end % block + block)
             rows.append(row)
-            cuts.append(first + start - position)
-            ends.append(start)
+            cuts.append(first + end - position)
+            ends.append(end)
     return tuple(np.array(entries, np.int32) for entries in (rows, cuts, ends))  # type: ignore[return-value]
