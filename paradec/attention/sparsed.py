@@ -82,7 +82,7 @@ class SparseD:
         if sampler.needs.mask_probes:
             return "the sampler evaluates masks that other positions do not see; block lists cannot express this"
         if sampler.needs.multi_step:
-            return "the sampler must give the result of single steps; sparse attention depends on the number of steps"
+            return "the sampler must give the result of single steps, but sparse attention depends on their number"
         return None
 
     def begin(self, state: Any, scheduled: bool) -> SparseDState:
@@ -293,20 +293,20 @@ class SparsePlan:
         query, key, value, _ = inputs
         settings, lengths = self.owner.settings, self.lengths[self.estimate]
         first = kernels.generation_block(lengths, lengths - self.prompts[self.estimate], settings.block_size)
-        longest, sums = int(lengths.max()), None
+        longest, lse = int(lengths.max()), None
         backend = "auto" if settings.backend == "flex" else settings.backend
         options: dict[str, Any] = {"lengths": lengths, "scale": scale, "backend": backend}
         if kernels.choose_backend(backend, query, settings.block_size) == "triton":
             # this attention also returns the log-sum-exps, so `block_means` need not compute them
-            output, sums = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **options)
-            output, sums = output.transpose(1, 2), sums[:, :, :longest]
+            output, lse = kernels.sparse_attention(query, key, value, None, return_logsumexp=True, **options)
+            output, lse = output.transpose(1, 2), lse[:, :, :longest]
         else:
             output = dense(*inputs)
         query, key = query[:, :, :longest], key[:, :, :longest]
-        means = kernels.block_means(query, key, settings.block_size, first=first, logsumexp=sums, **options)
+        means = kernels.block_means(query, key, settings.block_size, first=first, logsumexp=lse, **options)
         joint = None
         if settings.selection == "reference":
-            joint = kernels.block_means(query, key, settings.block_size, logsumexp=sums, **options)
+            joint = kernels.block_means(query, key, settings.block_size, logsumexp=lse, **options)
         index = kernels.select_blocks(
             means, settings.select, settings.block_size, lengths=lengths, first=first, joint=joint
         )

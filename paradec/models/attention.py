@@ -26,8 +26,8 @@ def eager(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """As `sdpa`, but also return the attention weights [R, heads, Q, K]."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key.to(value.dtype), groups), repeat_kv(value, groups)
+    group_size = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key.to(value.dtype), group_size), repeat_kv(value, group_size)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query.to(value.dtype) @ key.transpose(-1, -2) * scaling
     if attention_mask is not None:

@@ -57,8 +57,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=return_logsumexp),
     )
-    sums = by_column(aux.lse.unsqueeze(-1), tiles).squeeze(-1) if return_logsumexp else None
-    return by_column(output, tiles), sums
+    lse = by_column(aux.lse.unsqueeze(-1), tiles).squeeze(-1) if return_logsumexp else None
+    return by_column(output, tiles), lse
 
 
 @functools.cache

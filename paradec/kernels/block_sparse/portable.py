@@ -26,7 +26,7 @@ def means(
 ) -> Tensor:
     rows, heads, length, _ = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
-    groups = heads // key.shape[1]
+    group_size = heads // key.shape[1]
     means = query.new_zeros((rows, heads, -(-length // size), -(-length // size)), dtype=dtype)
     chunk = max(1, SCORES_PER_CHUNK // (size * length)) * size  # whole blocks of queries
     for row in range(rows):
@@ -35,7 +35,7 @@ def means(
         extent = torch.full((num_blocks,), size, dtype=dtype, device=query.device)
         extent[-1] = row_length - (num_blocks - 1) * size
         for head in range(heads):
-            row_keys = key[row, head // groups, :row_length].to(dtype) * scale
+            row_keys = key[row, head // group_size, :row_length].to(dtype) * scale
             keys = F.pad(row_keys, (0, 0, 0, num_blocks * size - row_length))
             for begin in range(0, row_length, chunk):
                 end = min(begin + chunk, row_length)
@@ -91,7 +91,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     queries = by_tile(query, tiles, size).reshape(-1, 1, size, width).to(key.dtype)
     output = value.new_empty((len(queries), size, value.shape[-1]))
     dtype = torch.promote_types(query.dtype, torch.float32)
-    sums = query.new_empty((len(queries), size), dtype=dtype) if return_logsumexp else None
+    lse = query.new_empty((len(queries), size), dtype=dtype) if return_logsumexp else None
     max_blocks = block_lists.shape[1]
     chunk_size = max(1, KEYS_PER_CHUNK // (max_blocks * size * width))
     slot, offset = torch.arange(max_blocks, device=device), torch.arange(size, device=device)
@@ -109,11 +109,11 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         if mask is not None:  # for queries without keys, results differ between releases of torch
             part = part.masked_fill(~visible.any(-1, keepdim=True), 0)
         output[chunk] = part.squeeze(1)
-        if sums is not None:
+        if lse is not None:
             scores = queries[chunk].to(dtype) @ chunk_keys.to(dtype).transpose(-1, -2) * scale
-            sums[chunk] = scores.masked_fill(~visible, -torch.inf).logsumexp(-1).squeeze(1)
+            lse[chunk] = scores.masked_fill(~visible, -torch.inf).logsumexp(-1).squeeze(1)
     output = by_column(output.view(batch, heads, count * size, -1), tiles)
-    return output, None if sums is None else by_column(sums.view(batch, heads, -1, 1), tiles).squeeze(-1)
+    return output, None if lse is None else by_column(lse.view(batch, heads, -1, 1), tiles).squeeze(-1)
 
 
 def lists_of(

@@ -30,9 +30,9 @@ def means(
     shapes = _tile_shapes(query, size)
     common = (*query.stride()[:3], *key.stride()[:3], heads, heads // key.shape[1], length, scale)
     # log-sum-exps [2, B, H, L]: over all keys, and over the keys of blocks from `first` on (the answer)
-    sums = torch.empty((2, rows, heads, length), dtype=torch.float32, device=query.device)
+    lse = torch.empty((2, rows, heads, length), dtype=torch.float32, device=query.device)
     if logsumexp is not None:
-        sums[0] = logsumexp
+        lse[0] = logsumexp
     has_answer = bool((first < blocks_in(lengths, size)).any())
     for over_answer in range(2):
         if (over_answer == 0 and logsumexp is None) or (over_answer == 1 and has_answer):
@@ -40,7 +40,7 @@ def means(
             _logsumexp_kernel[grid](
                 query,
                 key,
-                sums[over_answer],
+                lse[over_answer],
                 bounds,
                 *common,
                 SIZE=size,
@@ -51,7 +51,7 @@ def means(
     means = torch.empty((rows, heads, blocks, blocks), dtype=torch.float32, device=query.device)
     mean_shapes = shapes | {"QUERIES": max(16, triton.next_power_of_2(size))}
     _means_kernel[(blocks, rows * heads)](
-        query, key, sums, means, bounds, rows, *common, blocks, SIZE=size, **mean_shapes, **_launch(query, mean_shapes)
+        query, key, lse, means, bounds, rows, *common, blocks, SIZE=size, **mean_shapes, **_launch(query, mean_shapes)
     )
     return means
 
@@ -69,21 +69,21 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     # memory order (columns, heads, width), as the output projection reads it; padding columns stay 0
     output_dtype = value.dtype if num_shares == 1 else torch.float32
     output = torch.zeros((num_shares, batch, columns, heads, width), dtype=output_dtype, device=device).transpose(2, 3)
-    sums = torch.full((num_shares, batch, heads, columns), -torch.inf, dtype=torch.float32, device=device)
+    lse = torch.full((num_shares, batch, heads, columns), -torch.inf, dtype=torch.float32, device=device)
     row_data = torch.as_tensor(np.stack((lengths, rows)), dtype=torch.int32, device=device)
     # without an index, the kernel does not read `count` and `blocks`: any tensor will do
     count, blocks = (row_data, row_data) if index is None else (index.count.contiguous(), index.blocks.contiguous())
     _attention_kernel[(tiles.block.shape[1] * splits, batch * heads, num_shares)](
-        query, key, value, output, sums, count, blocks, row_data, tiles.block, tiles.first, tiles.count,
+        query, key, value, output, lse, count, blocks, row_data, tiles.block, tiles.first, tiles.count,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:4],
         heads, heads // key.shape[1], columns, batch, tiles.block.shape[1],
         1 if index is None else count.shape[2], 1 if index is None else blocks.shape[3], scale,
         SIZE=size, SPLITS=splits, DENSE=index is None, **shapes, **_launch(query, shapes),
     )  # fmt: skip
     if num_shares == 1:
-        return output[0], sums[0] if return_logsumexp else None
-    total = sums.logsumexp(0)
-    weights = (sums - total).exp().nan_to_num(0.0).unsqueeze(-1)  # NaN for an empty list: -inf - -inf
+        return output[0], lse[0] if return_logsumexp else None
+    total = lse.logsumexp(0)
+    weights = (lse - total).exp().nan_to_num(0.0).unsqueeze(-1)  # NaN for an empty list: -inf - -inf
     return (weights * output).sum(0).to(value.dtype), total if return_logsumexp else None
 
 
@@ -133,9 +133,9 @@ def _load(pointer, rows, stride, inside, WIDTH: tl.constexpr, PADDED: tl.constex
 
 @triton.jit
 def _attention_kernel(
-    query, key, value, out, sums, counts, blocks, row_data, tile_block, tile_first, tile_count,
+    query, key, value, out, lse_output, counts, blocks, row_data, tile_block, tile_first, tile_count,
     query_row, query_head, query_step, key_row, key_head, key_step, value_row, value_head, value_step,
-    out_share, out_row, out_head, out_step, heads, groups, columns, batch, tiles, query_blocks, max_blocks, scale,
+    out_share, out_row, out_head, out_step, heads, group_size, columns, batch, tiles, query_blocks, max_blocks, scale,
     SIZE: tl.constexpr, SPLITS: tl.constexpr, DENSE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -152,8 +152,8 @@ def _attention_kernel(
     is_query = offset < count
     column = tl.load(tile_first + row * tiles + tile) + offset
     q = _load(query + row * query_row + head * query_head, column, query_step, is_query, WIDTH, PADDED, UPCAST)
-    key += row * key_row + (head // groups) * key_head
-    value += row * value_row + (head // groups) * value_head
+    key += row * key_row + (head // group_size) * key_head
+    value += row * value_row + (head // group_size) * value_head
     length = tl.load(row_data + row)
     if DENSE:
         num_blocks = (length + SIZE - 1) // SIZE
@@ -196,14 +196,14 @@ def _attention_kernel(
     tl.store(addresses, weighted_sum.to(out.dtype.element_ty), mask=is_query[:, None] & (width[None, :] < WIDTH))
     lse = (highest + tl.log2(tl.where(has_weight, total, 1.0))) * 0.6931471805599453
     addresses = ((share * batch + row) * heads + head) * columns + column
-    tl.store(sums + addresses, tl.where(has_weight, lse, float("-inf")), mask=is_query)
+    tl.store(lse_output + addresses, tl.where(has_weight, lse, float("-inf")), mask=is_query)
 
 
 @triton.jit
 def _logsumexp_kernel(
-    query, key, sums, bounds, query_row, query_head, query_step, key_row, key_head, key_step,
-    heads, groups, columns, scale, SIZE: tl.constexpr, AFTER: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, lse_output, bounds, query_row, query_head, query_step, key_row, key_head, key_step,
+    heads, group_size, columns, scale, SIZE: tl.constexpr, AFTER: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of each query's scores over all keys; with AFTER, over the keys of blocks from `first` on."""
     row = (tl.program_id(1) // heads).to(tl.int64)
@@ -212,7 +212,7 @@ def _logsumexp_kernel(
     column = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     is_query = column < length
     q = _load(query + row * query_row + head * query_head, column, query_step, is_query, WIDTH, PADDED, UPCAST)
-    key += row * key_row + (head // groups) * key_head
+    key += row * key_row + (head // group_size) * key_head
     begin = 0
     if AFTER:
         begin = tl.load(bounds + tl.num_programs(1) // heads + row) * SIZE
@@ -228,13 +228,13 @@ def _logsumexp_kernel(
         total = total * tl.exp2(highest - new_highest) + tl.sum(tl.exp2(scores - new_highest[:, None]), 1)
         highest = new_highest
     lse = (highest + tl.log2(total)) * 0.6931471805599453
-    tl.store(sums + (row * heads + head) * columns + column, lse, mask=is_query)
+    tl.store(lse_output + (row * heads + head) * columns + column, lse, mask=is_query)
 
 
 @triton.jit
 def _means_kernel(
-    query, key, sums, means, bounds, rows, query_row, query_head, query_step, key_row, key_head, key_step,
-    heads, groups, columns, scale, blocks, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    query, key, lse, means, bounds, rows, query_row, query_head, query_step, key_row, key_head, key_step,
+    heads, group_size, columns, scale, blocks, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Mean attention probability of each key block for one query block."""
@@ -247,13 +247,13 @@ def _means_kernel(
     column = block * SIZE + offset
     is_query = (offset < SIZE) & (column < length)
     q = _load(query + row * query_row + head * query_head, column, query_step, is_query, WIDTH, PADDED, UPCAST)
-    key += row * key_row + (head // groups) * key_head
+    key += row * key_row + (head // group_size) * key_head
     means += ((row * heads + head) * blocks + block) * blocks
     addresses = (row * heads + head) * columns + column
     LOG2E: tl.constexpr = 1.4426950408889634
-    over_all = tl.load(sums + addresses, mask=is_query, other=0.0) * LOG2E
+    over_all = tl.load(lse + addresses, mask=is_query, other=0.0) * LOG2E
     addresses = ((row + rows) * heads + head) * columns + column
-    over_answer = tl.load(sums + addresses, mask=is_query, other=0.0) * LOG2E
+    over_answer = tl.load(lse + addresses, mask=is_query, other=0.0) * LOG2E
     num_queries = tl.minimum(SIZE, length - block * SIZE)
     for key_block in range(0, blocks):
         norm = tl.where(key_block < first, over_all, over_answer)

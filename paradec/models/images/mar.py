@@ -137,7 +137,7 @@ class MAR(nn.Module):
         return self.decoder_norm(x)[:, start:] + self.diffusion_pos_embed_learned[0][positions], keys
 
 
-class GroupStore:
+class CallStore:
     """Keys and values of a call's columns by layer (`keys`). The columns also attend to the keys in `past`."""
 
     def __init__(self, past: Keys | None):
@@ -153,7 +153,7 @@ class GroupStore:
 
 def run(blocks: nn.ModuleList, x: Tensor, past: Keys | None) -> tuple[Tensor, Keys]:
     """Run blocks on x [R, n, width], whose columns also attend to `past`. Returns the output, and keys and values."""
-    store = GroupStore(past)
+    store = CallStore(past)
     for block in blocks:
         x = block(x, None, store)
     return x, store.keys

@@ -344,7 +344,7 @@ class ProteinMPNNModel(Opaque):
         return max(len(columns.by_residue) - len(columns) for columns in self.columns)
 
     def _find_structures(self, tokens: Tensor, lengths: Sequence[int]) -> list[int]:
-        """Index of each row's structure. tokens: [R, columns]. Raises ValueError for a wrong first token or length."""
+        """Index of each row's structure. tokens: [R, columns]. lengths: the rows'. Raises ValueError for wrong rows."""
         indices = []
         for row, token in enumerate(tokens[:, 0].tolist()):
             if token < FIRST_STRUCTURE:
