@@ -69,7 +69,7 @@ class Batch:
     raises, each row starts again alone, with the same result; a row whose steps raise again fails.
 
     When a group runs out of memory, its younger half starts again once there is room, with the same result. From then
-    on, fewer positions are evaluated together. A row that runs out of memory alone fails.
+    on, fewer positions are evaluated together. A row fails if it runs out of memory alone.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`; its kind must be in `slots.KINDS`.
@@ -78,7 +78,7 @@ class Batch:
             no limit.
         calls_per_step: maximum number of model calls, 1 to 3, in a step of masked rows with unequal lengths. 3 pads
             little; 1 pads all rows to the longest, for devices on which a further call costs more than padding.
-        prefix_memory: limit in bytes for keys and values of ended rows, which prompts with the same beginning reuse;
+        prefix_memory: limit in bytes for copies of rows' keys and values, which prompts with the same beginning reuse;
             None is a quarter of the rows' bytes. Only for causal models and, with an exact cache, block-causal models.
             Answers are the same, up to near-ties in narrow types. `Output.reused` counts the reused positions.
         preset, arguments: fields of `paradec.Request` for all prompts, except those in `slots.REFUSED`. Without a

@@ -14,7 +14,7 @@ from paradec.caches.stored import ChangeLog, SubsetCache
 from paradec.core.checks import check_int, check_number
 from paradec.core.rows import row_layout
 
-UNREAD_CONFIDENCE = 1.0
+UNEVALUATED_CONFIDENCE = 1.0
 """Confidence of masks that were never evaluated, so that density alone ranks them."""
 
 
@@ -35,7 +35,7 @@ class D2Cache(SubsetCache):
     Args:
         current_k: masks per step, at least 1.
         sigma: standard deviation of the kernel, in positions, at most 100.
-        inflate_w: fill the gap between evaluated positions that are at most this far apart.
+        inflate_w: fill gaps between evaluated positions that are at most this far apart.
     """
 
     current_k: int = 32
@@ -57,8 +57,8 @@ class D2Cache(SubsetCache):
         check_number("sigma", self.sigma, low=0, high=100, open_low=True)
         check_int("inflate_w", self.inflate_w, low=0)
 
-    def begin(self, state: Any) -> ReadLog:
-        return ReadLog(state)
+    def begin(self, state: Any) -> ConfidenceLog:
+        return ConfidenceLog(state)
 
     def observe_confidence(self, state: Any, confidence: np.ndarray, available: np.ndarray) -> None:
         index, last_confidence = (state.window.rows[:, None], state.window.host_positions), state.cache_state.confidence
@@ -139,14 +139,14 @@ def fill_gaps(chosen: np.ndarray, max_gap: int) -> np.ndarray:
 
 
 @dataclass(init=False, eq=False)
-class ReadLog(ChangeLog):
+class ConfidenceLog(ChangeLog):
     """Change log with the confidence of each mask when it was last evaluated, and the positions with stored keys."""
 
-    confidence: np.ndarray = field(metadata=row_layout(columns=1, fill=UNREAD_CONFIDENCE))
+    confidence: np.ndarray = field(metadata=row_layout(columns=1, fill=UNEVALUATED_CONFIDENCE))
     stored: np.ndarray = field(metadata=row_layout(columns=1))
     """[B, L] bool: positions that were present at the last step."""
 
     def __init__(self, state: Any):
         super().__init__(state)
-        self.confidence = np.full(self.canvas.shape, UNREAD_CONFIDENCE)
+        self.confidence = np.full(self.canvas.shape, UNEVALUATED_CONFIDENCE)
         self.stored = np.zeros(self.canvas.shape, bool)

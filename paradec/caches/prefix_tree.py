@@ -22,7 +22,7 @@ MAX_BYTES_AT_ONCE = 2**20
 class _Node:
     parent: _Node | None
     key: Hashable
-    rows: Tensor | None
+    packed: Tensor | None
     """[block, W]: keys and values of all layers, concatenated to `W` numbers per token; None for a root."""
     last_used: int = 0
     """Value of the tree's clock at the last use."""
@@ -30,7 +30,7 @@ class _Node:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.rows is None else self.rows.nbytes
+        return 0 if self.packed is None else self.packed.nbytes
 
 
 class PrefixTree:
@@ -66,7 +66,7 @@ class PrefixTree:
         if not path:
             return 0, {}
         widths = [template.shape[1:].numel() for pair in self._empty.values() for template in pair]
-        parts = iter(torch.cat([node.rows for node in path if node.rows is not None]).split(widths, 1))
+        parts = iter(torch.cat([node.packed for node in path if node.packed is not None]).split(widths, 1))
 
         def read(template: Tensor) -> Tensor:
             return next(parts).unflatten(1, template.shape[1:]).to(template.device)
@@ -90,10 +90,10 @@ class PrefixTree:
         size = self.block * sum(part.shape[1] * part.element_size() for part in parts)
         count = max(min(count, self.budget // size), first)
         blocks = self._copy_blocks(parts, count - first, self._make_room((count - first) * size))
-        for index, rows in enumerate(blocks, first):
+        for index, packed in enumerate(blocks, first):
             node = path[-1] if path else self._roots.setdefault(scope, _Node(None, None, None))
             key = tuple(tokens[index * self.block : (index + 1) * self.block])
-            child = node.children[key] = _Node(node, key, rows)
+            child = node.children[key] = _Node(node, key, packed)
             self.nbytes += child.nbytes
             path.append(child)
         self._touch(path)
@@ -126,7 +126,7 @@ class PrefixTree:
         of `memory` with the right shape are reused."""
         width, first = sum(part.shape[1] for part in parts), parts[0]
         layout = (first.dtype, first.device, (self.block, width))
-        memory = [rows for rows in memory if (rows.dtype, rows.device, rows.shape) == layout]
+        memory = [packed for packed in memory if (packed.dtype, packed.device, packed.shape) == layout]
         sum_dtype = torch.promote_types(first.dtype, torch.float32)
         num_blocks = max(1, MAX_BYTES_AT_ONCE // (self.block * width * first.element_size()))
         copies, sums = list[Tensor](), list[Tensor]()
@@ -135,7 +135,7 @@ class PrefixTree:
                 part_rows = slice(start * self.block, min(start + num_blocks, count) * self.block)
                 blocks = torch.cat([part[part_rows] for part in parts], 1).unflatten(0, (-1, self.block))
                 sums.append(blocks.flatten(1).sum(1, dtype=sum_dtype))
-                copies += [memory.pop().copy_(rows) if memory else rows.clone() for rows in blocks]
+                copies += [memory.pop().copy_(packed) if memory else packed.clone() for packed in blocks]
             # a block with NaN or infinite values has no finite sum; one read of the device checks all blocks
             return copies[: int(torch.cat(sums).isfinite().cumprod(0).sum())] if sums else []
 
@@ -148,7 +148,7 @@ class PrefixTree:
             assert parent is not None
             del parent.children[leaf.key]
             self.nbytes -= leaf.nbytes
-            freed += [] if leaf.rows is None else [leaf.rows]
+            freed += [] if leaf.packed is None else [leaf.packed]
             if parent.parent is not None and not parent.children:
                 self._leaves[parent.last_used] = parent
             if parent.parent is None and not parent.children:

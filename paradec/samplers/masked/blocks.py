@@ -146,7 +146,7 @@ def close_blocks(
 
 
 def trim_rows(state: MaskedState, cut: np.ndarray, tokens: np.ndarray) -> None:
-    """Shorten the running rows to at most `cut` [R] positions; the window stays. tokens: [R, W], in the window."""
+    """Shorten the running rows to at most `cut` [R] positions; the window does not move. tokens: [R, W], its tokens."""
     window = state.window
     is_shorter = cut < state.length[window.rows]
     rows, cut = window.rows[is_shorter], cut[is_shorter]

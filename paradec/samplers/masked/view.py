@@ -53,7 +53,7 @@ class Needs:
     stores_final: bool = False
     """Whether only keys and values of final blocks are stored, which needs a cache with `reads_final_only`."""
     causal_keys: bool = False
-    """Whether stored keys of final tokens are those of causal attention. Only equal values can share a prefix."""
+    """Whether stored keys of final tokens are those of causal attention. Samplers that differ in it share no prefix."""
     multi_step: bool = False
     """Whether the method evaluates several drafts of a row in one call."""
     moves: bool = False
@@ -119,7 +119,7 @@ class View:
         tokens: [R, W] int64 candidate tokens.
         positions: [R, W] int64.
         quantities: the quantities that the method `reads`, each [R, W] float64.
-        quota: [R] int64 on the host: tokens granted by the schedule; None without a schedule, a tuple in combinations.
+        quota: [R] int64 on the host: tokens granted by the schedule, None without one; a tuple for a combination.
         memory: the method's memory, each [R, ...].
         updates: tensors [R, ...] that `process_logits` returned, by name.
         current: [R, W] int64: the current tokens.

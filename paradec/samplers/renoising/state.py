@@ -151,7 +151,7 @@ class DenoisingState(State):
         """Return None: encoded tokens are always stored."""
 
     def draft_end(self) -> np.ndarray:
-        """[B] int64: end of each row's tokens to display, which include the open canvas's after its first step."""
+        """[B] int64: end of each row's tokens to display; an open canvas is included after its first step."""
         draft_end = np.where(self.canvas_step > 0, np.minimum(self.block_end, self.requested_end), self.block_start)
         return np.where(self.running, draft_end, self.end)
 

@@ -134,7 +134,7 @@ class DeviceEngine:
     # ---- rows that come and go --------------------------------------------------------------------------------------
 
     def copy_rows(self, source: DeviceEngine, rows: np.ndarray) -> None:
-        """Copy `rows` [N] of the engine `source` into the first slots of this empty engine, which is not smaller."""
+        """Copy `rows` [N] of the engine `source` into the first slots of this empty engine, which has room for them."""
         index, count = torch.as_tensor(rows, device=self.device), len(rows)
         self.canvas[:count, : source.columns] = source.canvas[index, : source.columns]
         self.blocks[:count, : source.blocks.shape[1]] = source.blocks[index]

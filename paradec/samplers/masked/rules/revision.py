@@ -42,7 +42,7 @@ def revise_decision(sampler: Any, state: MaskedState, view: View, selected: Tens
     """Combine the selection [R, W] bool with the method's revision. A row takes nothing back if its remaining steps
     could not fill the block afterwards."""
     revision = sampler.revise(view, selected)
-    if revision.text is not None:  # write the changes at open positions
+    if revision.text is not None:  # changes all positions of the block except the prompt's
         text = revision.text
         written = (view.candidates | view.editable) & (text != view.current)
         filled = (view.current == state.mask_id).long() - (text == state.mask_id).long()

@@ -247,8 +247,8 @@ class S2D2(MaskedSampler):
         drafts, draft_p = memory["drafts"], memory["draft_p"]
         p_draft, q_draft = (probs.gather(-1, drafts.unsqueeze(-1)).squeeze(-1).double() for probs in (draft_p, q))
         uniform = self.draw_uniform(state, query, positions, 2)
-        is_accepted = ~span | (uniform[..., 0] < (q_draft / p_draft).clamp(max=1))
-        is_rejected = span & ~is_accepted
+        passes_test = ~span | (uniform[..., 0] < (q_draft / p_draft).clamp(max=1))
+        is_rejected = span & ~passes_test
         first_rejected = is_rejected & (is_rejected.long().cumsum(1) == 1)
         accepted = span & (is_rejected.long().cumsum(1) == 0)
         residual_weights = (q - draft_p.to(q.dtype)).clamp(min=0)
