@@ -379,7 +379,7 @@ def build_steps(model: Any, state: Any, question: Question, template: Any) -> li
     row, tail = _tokenize_chat(model, chat)
     start = len(row)
     if not is_causal:
-        if not tail and ends:  # the end token that the template writes after an answer, else the model's first one
+        if not tail and ends:  # the end token that the template writes after an answer, else the model's first
             answer = {"role": "assistant", "content": question.labels[0]}
             answered, _ = _tokenize_chat(model, [*chat, answer], open_turn=False)
             suffix = answered[len(os.path.commonprefix([row, answered])) :]

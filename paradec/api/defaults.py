@@ -15,7 +15,7 @@ class Defaults:
     """Defaults of one topology.
 
     sampler: None is the default of `paradec.Request`. cache: of `chat` and `serve`; other entry points use no cache.
-    block_length: of `chat` and `serve`, for models without one."""
+    block_length: of `chat` and `serve`, for models that have none."""
 
     sampler: str | None = None
     cache: str | None = None

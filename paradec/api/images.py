@@ -102,7 +102,7 @@ class ImageOutput:
         """[B, 4 h w] int64: the argument `prior_token_ids` of GlmImagePipeline, from GLM-Image's prior.
 
         Raises:
-            AttributeError: another model's pictures, or an incomplete one.
+            AttributeError: another model's pictures, or incomplete pictures.
         """
         if not hasattr(self.grid, "prior_token_ids") or self.codes is None:
             raise AttributeError("prior_token_ids: only complete pictures of GLM-Image's prior have them")
@@ -171,8 +171,8 @@ def generate_images(
         num_images: pictures per prompt or label, in neighbouring rows.
         negative_prompt: text for the unconditional branch of guidance, for models with text prompts.
         output_type: "pil" (needs pillow), "pt" or "latent", as in diffusers.
-        preset: a `paradec.Request`, or a file that `Request.save` wrote; arguments override its values. Where it has
-            the default of `Request`, the model's own default applies.
+        preset: a `paradec.Request`, or a file that `Request.save` wrote; arguments override its values. Fields
+            with the default of `Request` get the model's own default.
         sampler: a name, or a sampler of the model's family. Autoregressive models: draft-and-verify samplers, by
             default `sjd` (with window=1: one token per forward). Masked models: samplers of `paradec.generate`, by
             default `maskgit`. MAR: "mar", "recap" (`paradec.samplers.create("mar", preset="recap")`), or `cspd`, which
@@ -180,7 +180,7 @@ def generate_images(
         steps: forwards per picture, for samplers with a schedule; by default the model's own.
         cache: for masked models; by default "recap" with the sampler `recap`, else none.
         guidance_scale: s in uncond + s (cond - uncond); 1 is off. Like `temperature`, `top_k` and `top_p`, by default
-            the value of the model's authors. top_k=0 allows all tokens; temperature=0 takes the likeliest one.
+            the value of the model's authors. top_k=0 allows all tokens; temperature=0 takes the likeliest token.
         seed: one for all rows or one per row. A row's draws depend on its seed and prompt, not on its neighbours.
         generator: a torch.Generator that draws the seed, instead of `seed`.
         callback: `callback(state, commit)` after every step; returning True ends the decoding.

@@ -62,7 +62,9 @@ def design(
     bias: Annotated[str | None, BIAS] = None,
     omit: str = typer.Option("", "--omit", "--exclude", metavar="CM", help="Letters that are never proposed."),
     tie: Annotated[str | None, TIE] = None,
-    homo_oligomer: bool = typer.Option(False, "--homo-oligomer", help="Tie residues of one number in all chains."),
+    homo_oligomer: bool = typer.Option(
+        False, "--homo-oligomer", help="Tie residues with the same number in all chains."
+    ),
     buried: Annotated[str | None, BURIED] = None,
     interface: Annotated[str | None, INTERFACE] = None,
     transmembrane: Annotated[bool, MEMBRANE] = False,
@@ -181,7 +183,7 @@ def read_sequences(source: str) -> list[tuple[str, str]]:
 
 
 def check_sequence(structure: Structure, name: str, sequence: str) -> str:
-    """Return the letters of all chains. Raises ValueError unless there is one per residue. name: for messages."""
+    """Return the letters of all chains. Raises ValueError unless each residue has one. name: for messages."""
     letters = re.sub("[:/]", "", sequence).upper()  # ProteinMPNN writes "/" between chains
     if len(letters) != len(structure):
         raise ValueError(

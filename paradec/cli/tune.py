@@ -29,7 +29,7 @@ FOR_STEPS = {"budget", "steps", "where"}
 def tune(
     context: typer.Context,
     prompts: Annotated[Path | None, PROMPTS] = None,
-    limit: int | None = typer.Option(None, help="Number of prompts: the first ones, or of each packaged task."),
+    limit: int | None = typer.Option(None, help="Number of prompts: the file's first, or per packaged task."),
     score: Annotated[str | None, SCORE] = None,
     checker: str | None = typer.Option(None, metavar="FILE.py:NAME", help="Function that scores an answer, 0 to 1."),
     mask: str | None = typer.Option(None, help="Text that represents a token to fill, as in `paradec infill`."),
@@ -43,9 +43,7 @@ def tune(
     out: Path | None = typer.Option(None, metavar="FILE.json", help="Write the preset, for --preset elsewhere."),
     report: Path | None = typer.Option(None, metavar="FILE.json", help="Write all measurements."),
     point: int | None = typer.Option(None, min=1, help="The point of the front for --out; by default the chosen one."),
-    tolerance: float = typer.Option(
-        1.0, help="Points (of 100) that the preset may lose to the best hand-made setting."
-    ),
+    tolerance: float = typer.Option(1.0, help="Points (of 100) by which hand-made settings may beat the preset."),
     seed: int = typer.Option(0, help="Seed of the split into halves, the proposals and the draws."),
     pipeline: Annotated[str | None, PIPELINE] = None,
     budget: int = typer.Option(7, min=1, help="With --pipeline: solver steps to evaluate."),

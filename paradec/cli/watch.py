@@ -142,7 +142,7 @@ def style_tokens(tokenizer: Any, ids: Sequence[int], kinds: Sequence[str]) -> Te
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
     text = Text()
-    text_ids: list[int] = []  # the last token drawn as text: decoding the next one after it gives its leading space
+    text_ids: list[int] = []  # the last token drawn as text: the next token, decoded after it, keeps its leading space
     for kind, group in groupby(range(len(ids)), key=lambda i: kinds[i]):
         columns = list(group)
         if kind in SIGNS:

@@ -202,12 +202,12 @@ def prepare(
 
 
 def release_ranks() -> None:
-    """End the other processes of torchrun, which decode with this one."""
+    """End the other processes of torchrun, which decode with this process."""
     from torch import distributed
 
     from paradec.models.tensor_parallel import FAILURE_WAIT, exchange
 
-    with suppress(RuntimeError):  # they have already failed
+    with suppress(RuntimeError):  # the other processes have already failed
         if os.environ["RANK"] == "0" and distributed.is_initialized():
             exchange(None, FAILURE_WAIT)
 

@@ -190,7 +190,7 @@ class TokenAutomaton:
 
 
 def _trim(edges: np.ndarray, accept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keep the edges on paths from the start to acceptance. Returns them and new state ids [S] (-1: removed)."""
+    """Keep the edges on paths from the start to acceptance. Returns these edges and new state ids [S] (-1: removed)."""
     is_start = np.zeros(len(accept), bool)
     is_start[:1] = True
     from_start, to_accept = _distances(edges[:, 0], edges[:, 2], is_start), _distances(edges[:, 2], edges[:, 0], accept)

@@ -294,8 +294,8 @@ def minimize(rows: list[Row], accept: list[bool]) -> Dfa:
     """Remove states that lead to no accepting one, and merge states that accept the same texts.
 
     Partition refinement (Hopcroft 1971). The first classes group states by the length of their shortest text, by
-    acceptance, and by their lowest and highest letter. Then each class is split by its members' next classes, again
-    whenever one of these was split. The largest part keeps the number of the class.
+    acceptance, and by their lowest and highest letter. Then each class is split by its members' next classes, and
+    again whenever a next class was split. The largest part keeps the number of the class.
     """
     sources: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):

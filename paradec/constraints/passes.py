@@ -133,7 +133,7 @@ def sample(
     """Draw one text [n] from the product of the slots' distributions, conditioned on the language.
 
     Slots are drawn from the left, with weights p_i(v) b_{i+1}(next state): the token is the first, in order of ids,
-    whose running sum exceeds `uniform[i]` times the total. First a group of runs is chosen, then a token in it.
+    whose running sum exceeds `uniform[i]` times the total. First a stretch of ids is chosen, then a token in it.
 
     Args:
         sums: called with a slot; returns the log-probabilities of the runs [P] (`Runs`), up to a constant of the slot.

@@ -173,7 +173,7 @@ def build_token_automaton(
     size, num_contexts, begin = len(source.accept), len(spelling.texts), source.begin
     if not size:
         return TokenAutomaton(vocab_size, [], np.zeros((0, 3), np.int64), np.zeros(0, bool))
-    # context 0: the beginning of a text; only special tokens keep it, which occur up to state `begin`
+    # context 0 is the beginning of a text; only special tokens, which occur up to state `begin`, keep it
     states = [np.arange(size if num_contexts == 1 or context else begin + 1) for context in range(num_contexts)]
     offsets = np.cumsum([0, *map(len, states)])
     _check_size(int(offsets[-1]), "states", MAX_STATES)
@@ -280,8 +280,8 @@ def find_literals(source: ByteAutomaton) -> tuple[ByteAutomaton, Literals]:
 def _spell_literals(
     literals: Literals, spelling: Spelling, offsets: np.ndarray, encode: Encode, vocab_size: int, begin: int
 ) -> tuple[list[tuple[int, int, int]], int] | None:
-    """Build the edges (state, token, next state) of literals in the tokenizer's spelling. Returns them and the new
-    number of states; None if the tokenizer cannot spell a literal, or a printable ASCII byte is not a token."""
+    """Build the edges (state, token, next state) of literals in the tokenizer's spelling. Returns the edges and the
+    new number of states; None if the tokenizer cannot spell a literal, or a printable ASCII byte is not a token."""
     single_bytes = [{text for text in texts.values() if len(text) == 1} for texts in spelling.texts]
     try:
         texts = sorted({text.decode() for entries in literals.values() for text, _ in entries})
