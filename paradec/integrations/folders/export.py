@@ -66,7 +66,7 @@ def export_folder(
 
     kind: "generate" (transformers' `custom_generate`) or "pipeline" (a diffusers pipeline class).
     folder: an empty folder, or the name of a new one.
-    model: for "pipeline", the folder of a pipeline, whose model_index.json has the class.
+    model: for "pipeline", a pipeline's folder, or a packaged pipeline's name. Its model_index.json has the class.
     sampler: for "pipeline", a sampler's name for `paradec.accelerate`; by default "taylorseer".
     Returns the files. Raises ValueError for an argument out of its range, a folder that is not empty, or a class that
     diffusers does not have; OSError if a file cannot be written."""

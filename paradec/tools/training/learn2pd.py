@@ -262,13 +262,13 @@ def train(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[FilterFacts, nn.Module]:
-    """Fit a filter by AdamW. The loss is the binary cross-entropy over all positions of all records (full batch).
+    """Fit a filter by AdamW. The loss is the binary cross-entropy over all positions of the training set (full batch).
 
     Prompts are split into three sets: 80 % for training, 10 % to choose the epoch by its loss, 10 % for measurements.
     (The paper splits records instead, so steps of one prompt may be in different sets.)
 
     kind: "block", the paper's, or "features"; see `paradec.samplers.masked.rules.learn2pd_filter`.
-    epochs: number of passes over all records; by default the paper's. lr: AdamW's learning rate.
+    epochs: number of passes over the training set; by default the paper's. lr: AdamW's learning rate.
     threshold: probability above which the filter accepts a candidate, in the measurements and in use.
     false_accept_weight: loss weight of positions whose candidate is not final; 1 in the paper.
     seed: seed of the split and the initial weights. progress: called every 50 epochs.

@@ -100,7 +100,7 @@ class Space:
     settings: dict[str, dict[str, NumberDomain | ValueDomain]]
     """By sampler: the domains of its varied settings. "steps" is a share of the undecided positions."""
     starts: list[Candidate]
-    """Hand-made settings: the first trials, in the order of their estimated costs."""
+    """Hand-made settings, the first trials: those of the baseline, then the others by estimated cost."""
     caches: dict[str, tuple[str, ...]]
     """By sampler: the caches that work with it on this model."""
     block_lengths: tuple[int | None, ...]

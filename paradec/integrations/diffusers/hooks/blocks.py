@@ -23,7 +23,7 @@ class Place:
     """A module to hook."""
 
     name: str  # path in the transformer; "" is the transformer
-    kind: Kind  # "stack": one residual of all blocks is forecast; "skip": the module gets a placeholder as output
+    kind: Kind  # "residual": output - input is forecast; "stack": of all blocks together; "skip": placeholder as output
     block: str  # path of its block
     sink: str | None = None  # the forecast module that reads a skipped module's output, if known
     narrow: bool = False  # whether a skipped module's placeholder may have width 0

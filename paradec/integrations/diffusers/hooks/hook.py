@@ -28,7 +28,7 @@ class Hook(ModelHook):
         self.around: Around = torch.compiler.disable(around)
         self._is_stateful = on_reset is not None
         self.states = StateManager(BaseState)  # only its context is used; states are in `clock.Run`
-        self.attribute = "forward" if hasattr(module, "_orig_mod") else None
+        self.attribute = "forward" if hasattr(module, "_orig_mod") else None  # to replace; None: use the registry
         if module._compiled_call_impl is not None:
             self.attribute = "_compiled_call_impl"
         self.original_attributes = vars(module).copy()
