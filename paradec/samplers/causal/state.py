@@ -55,12 +55,12 @@ class Drafting:
     """State of the model that drafts. `B` rows."""
 
     model: Any
-    """The drafter: a model, or a `paradec.models.drafter.FeatureDrafter` that reads the hidden states of the request's
-    model."""
+    """The drafter: a model (for `SelfSpeculative` the request's), `TokenRecycling`, or a
+    `paradec.models.drafter.FeatureDrafter`, which reads the hidden states of the request's model."""
     nfe: np.ndarray = field(metadata=ROWS)
     """[B] int64: forwards of the drafter."""
     num_read: np.ndarray = field(metadata=ROWS)
-    """[B] int64: final tokens that the drafter has read."""
+    """[B] int64: number of final tokens that the drafter has read; after a `DraftChain` also its drafts."""
     store: KeyValueStore | None = field(default=None, metadata=ROWS)
     features: Tensor | None = field(default=None, metadata=ROWS)
     """[branches * B, F, D]: hidden states before the last F tokens read, for drafters that read these tokens again."""

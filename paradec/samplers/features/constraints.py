@@ -41,7 +41,7 @@ from paradec.samplers.masked.blocks import EndOfText, open_blocks
 
 
 def raise_unsupported(model: Any, state: Any, reasons: dict[str, bool]) -> None:
-    """Raise ValueError with the first reason that holds, if any. The reasons of all families precede `reasons`."""
+    """Raise ValueError for the first reason that holds, if any: one of all families, or else one of `reasons`."""
     name, request = model.facts.name, state.request
     common = {
         f"it needs a tokenizer, and {name} has none": getattr(model, "tokenizer", None) is None,
@@ -161,7 +161,7 @@ class MaskedConstraint(SpanConstraint):
             value = torch.cat([values[name] for _, values in texts])
             merged = quantities.get(name, value.new_zeros(current.shape))
             quantities[name] = merged.flatten().index_copy(0, flat, value.to(merged)).view_as(current)
-        sampled = torch.cat([tokens for tokens, _ in texts])
+        sampled = torch.cat([text_tokens for text_tokens, _ in texts])
         return tokens.flatten().index_copy(0, flat, sampled).view_as(current), quantities
 
     def _open_parts(self, state: Any, row: int, canvas: np.ndarray, stop: int | None = None) -> list[SpanPart]:

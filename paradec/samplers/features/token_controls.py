@@ -62,10 +62,10 @@ class TokenControls(Feature):
         if sampler.family == "draft_verify" and not in_order:
             value = short_repr(getattr(request, active[0]))
             is_protein = getattr(model, "reads_order", False)
-            way = '; write load_protein_mpnn(..., rules=paradec.DesignRules(omit="C", bias={"A": -1}))'
+            hint = '; write load_protein_mpnn(..., rules=paradec.DesignRules(omit="C", bias={"A": -1}))'
             raise ValueError(
                 f"{active[0]}={value} is for models that write from left to right, and {model.facts.name} decides in "
-                f"any order{way if is_protein else ''}"
+                f"any order{hint if is_protein else ''}"
             )
         size = model.facts.vocab_size
         bias = dict(request.logit_bias or ())

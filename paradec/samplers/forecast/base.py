@@ -200,7 +200,7 @@ class FeatureForecast(Sampler):
         ]
 
     def propose(self, state: ForecastState, outputs: list[Tensor], queries: list[LatentQuery]) -> LatentProposal:
-        """Return the guided output, or its forecast. outputs: [R, ...], one per query."""
+        """Return the guided output, or its forecast. outputs: [branches * R, ...], one per query."""
         cost = Cost(queries, state.batch)
         if not queries:
             assert state.history is not None  # the first step is evaluated

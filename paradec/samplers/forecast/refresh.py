@@ -31,8 +31,8 @@ class RunProgress:
     nodes: tuple[int, ...] = ()  # the latest two evaluated steps, newest first
     num_forecasts: int = 0  # number of forecasts since the latest evaluation
     num_skips: int = 0  # number of forecasts in the run
-    change: float = 0.0  # the rule's sum since the latest evaluation
-    product: float = 1.0  # the rule's product since the latest evaluation
+    change: float = 0.0  # the change that the rule compares: the latest one, or a sum since the latest evaluation
+    product: float = 1.0  # the rule's product since the latest evaluation; for `DiCache` the latest gain g
     error: float | None = None  # relative error of the latest forecast that `Verification` checked
     latent: Tensor | None = None  # the transformer's input in this call [B, ...]
     level: float = 0.0  # the noise level of this step, from `Rule.noise_levels`

@@ -382,7 +382,7 @@ class Distilled(Sampler):
             return self._propose_draws(state, answer, query)
         position = torch.arange(state.tokens.shape[1], device=state.tokens.device)
         is_data = (position < query.num_data).expand(state.batch, -1)
-        ids = torch.where(is_data, nearest(query.tokens, state.codes), answer.logits.argmax(-1))
+        ids = torch.where(is_data, find_nearest(query.tokens, state.codes), answer.logits.argmax(-1))
         vectors = torch.where(is_data.unsqueeze(-1), query.tokens, answer.continuous.to(state.tokens.dtype))
         result = torch.where((position < state.split).unsqueeze(-1), state.codes[ids], vectors)
         return DistilledProposal(
@@ -433,7 +433,7 @@ class Distilled(Sampler):
         state.index += 1
         next_step = None if state.done else state.plan[state.index]
         if kind == "student" and next_step is not None and next_step[0] == "teacher":
-            state.ids = nearest(state.tokens, state.codes)
+            state.ids = find_nearest(state.tokens, state.codes)
             state.tokens = state.codes[state.ids]
         if kind == "teacher" and state.teacher is not None:
             state.teacher.stored = stage + 1
@@ -448,7 +448,7 @@ class Distilled(Sampler):
         return Notes(proposal.cost.counts[0].tolist(), None)
 
 
-def nearest(vectors: Tensor, codes: Tensor) -> Tensor:
+def find_nearest(vectors: Tensor, codes: Tensor) -> Tensor:
     """Return the ids [B, N] int64 of the codes [V, C] nearest to vectors [B, N, C]."""
     # one row at a time: torch's rounding of a distance may depend on the number of vectors in the call
     return torch.stack(
