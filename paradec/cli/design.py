@@ -62,9 +62,7 @@ def design(
     bias: Annotated[str | None, BIAS] = None,
     omit: str = typer.Option("", "--omit", "--exclude", metavar="CM", help="Letters that are never proposed."),
     tie: Annotated[str | None, TIE] = None,
-    homo_oligomer: bool = typer.Option(
-        False, "--homo-oligomer", help="Tie residues with the same number in all chains."
-    ),
+    homo_oligomer: bool = typer.Option(False, "--homo-oligomer", help="Tie residues of equal number in all chains."),
     buried: Annotated[str | None, BURIED] = None,
     interface: Annotated[str | None, INTERFACE] = None,
     transmembrane: Annotated[bool, MEMBRANE] = False,

@@ -164,7 +164,7 @@ def print_answers(
 
 
 TEXT = typer.Argument(metavar="TEXT", help='Text with <mask> in it, in quotes; "-" reads standard input.')
-HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Regex for the N-th mask, from 1; may be repeated.")
+HOLE = typer.Option("--hole", metavar="N=PATTERN", help="Regex for the N-th hole, from 1; may be repeated.")
 
 
 @options.include(

@@ -31,7 +31,7 @@ def train(
     epochs: int = typer.Option(4000, help="Passes over all records; 40000 in the paper."),
     lr: float = typer.Option(3e-3, help="AdamW's learning rate."),
     threshold: float = typer.Option(0.96, help="Acceptance threshold for precision and recall."),
-    false_accept_weight: float = typer.Option(1.0, help="Extra weight of tokens that are not final."),
+    false_accept_weight: float = typer.Option(1.0, help="Loss weight of candidates that are not final."),
     seed: int = typer.Option(0, help="Seed of the split and the weights."),
     records: Annotated[Path | None, RECORDS] = None,
     **shared: Any,
