@@ -63,13 +63,13 @@ def load_causal(
     default_attention(attn_implementation, source, "causal")
     if fetch(source, "adapter_config.json", revision) is not None:
         raise CheckpointError(f"{source!r} holds an adapter_config.json; merge the adapter into its base model first")
-    files: dict[str, Any] = {"revision": revision}
+    file_options: dict[str, Any] = {"revision": revision}
     if gguf is not None:
         _check_architecture(gguf)
-        files["gguf_file"] = os.path.basename(gguf.path)
+        file_options["gguf_file"] = os.path.basename(gguf.path)
     unreadable = (OSError, ValueError, KeyError, TypeError, AttributeError)
     with checkpoint_errors(f"the config of {source!r} cannot be read", *unreadable):
-        hf_config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **files)
+        hf_config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **file_options)
     config = hf_config.to_dict() if gguf is not None else config
     cls = _select_class(source, config)
     headers: dict[str, Any] = {}
@@ -87,11 +87,11 @@ def load_causal(
         if ROPE_FACTORS in gguf.tensors:
             _scale_angles(gguf, hf_config)
     has_quantization = getattr(hf_config, "quantization_config", None) is not None or "quantization_config" in options
-    options |= files | {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
+    options |= {"config": hf_config, "dtype": dtype, "computed": COMPUTED, "read_elsewhere": mtp_prefixes}
     # an ImportError without quantisation is about a device_map, not about the checkpoint
     error_types = (ImportError, ValueError) if has_quantization else (ValueError,)
     with checkpoint_errors(f"the weights of {source!r} cannot be read", *error_types):
-        module = read_module(cls, source, **options).eval()
+        module = read_module(cls, source, **file_options, **options).eval()
     if gguf is not None:
         # the weights of a quantised file have been unpacked: let transformers save them
         if all(parameter.is_floating_point() for parameter in module.parameters()):
@@ -103,7 +103,7 @@ def load_causal(
     if tokenizer is None and (gguf is not None or any(fetch(source, name, revision) for name in TOKENIZER_FILES)):
         # the tokenizers library raises bare Exception for a corrupt file
         with checkpoint_errors(f"the tokenizer of {source!r} cannot be read", Exception):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **files)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **file_options)
     eos_ids, pad_id = generation_ids(module, tokenizer)
     ids: dict[str, Any] = {"eos_token_id": eos_ids, "pad_token_id": pad_id}
     with checkpoint_errors(repr(source)):

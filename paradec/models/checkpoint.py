@@ -382,13 +382,13 @@ def read_module(
     from safetensors import SafetensorError
 
     path = Path(source) if os.path.isfile(source) else fetch(source, gguf_file or WEIGHTS, revision)
-    files: dict[str, Any] = {"use_safetensors": True} if gguf_file is None else {"gguf_file": gguf_file}
+    weights_options: dict[str, Any] = {"use_safetensors": True} if gguf_file is None else {"gguf_file": gguf_file}
     if state_dict is not None:
-        files = {"state_dict": dict(state_dict)}
-    options = {name: value for name, value in options.items() if value is not None} | files
-    stored: dict[str, Any] = {"quantization_config": getattr(options.get("config"), "quantization_config", None)}
-    if is_int8(stored) and options.get("dtype") == "auto":  # "auto" would find the float32 of the scales
-        options["dtype"] = stored["quantization_config"].get("dtype") or "auto"
+        weights_options = {"state_dict": dict(state_dict)}
+    options = {name: value for name, value in options.items() if value is not None} | weights_options
+    stored_config: dict[str, Any] = {"quantization_config": getattr(options.get("config"), "quantization_config", None)}
+    if is_int8(stored_config) and options.get("dtype") == "auto":  # "auto" would find the float32 of the scales
+        options["dtype"] = stored_config["quantization_config"].get("dtype") or "auto"
     if tp_plan is not None:
         options["distributed_config"] = distributed_config(tp_plan, options["config"], source)
     error_types = (SafetensorError, OSError, LookupError, RuntimeError, AttributeError, TypeError)

@@ -123,17 +123,17 @@ def load_masked(
     generation = read_json(source, "generation_config.json", revision) if gguf is None else {}
     if tokenizer is None:
         tokenizer = read_tokenizer(source, family, revision) if gguf is None else gguf.build_tokenizer()
-    block = None if family.topology == "causal" else block_length
-    ids = (source, config, generation, tokenizer, hf_config, family, mask_token_id, block)
-    facts, drafts = read_facts(*ids, has_new_base=rope_theta is not None), None
+    facts_block_length = None if family.topology == "causal" else block_length
+    facts_arguments = (source, config, generation, tokenizer, hf_config, family, mask_token_id, facts_block_length)
+    facts, drafting = read_facts(*facts_arguments, has_new_base=rope_theta is not None), None
     if family.modes:
-        drafts = self_drafting.read_self_drafting(source, family, block_length, headers, revision, adapter)
+        drafting = self_drafting.read_self_drafting(source, family, block_length, headers, revision, adapter)
     attention_name = registered_attention(attn_implementation)
     if gguf is not None:
         options["state_dict"] = {name: headers[published] for name, published in names.items()}
     options["attn_implementation"] = attention_name
     module = _read_pretrained(source, hf_config, family, config, revision, **options)
-    if adapter is not None and drafts is None:
+    if adapter is not None and drafting is None:
         adapter.merge(module, family.key_mapping or {}, layers)
     if device is not None:
         module = module.to(device)
@@ -149,7 +149,7 @@ def load_masked(
         default_attention=default_attention(attn_implementation, facts.name, facts.topology),
         attn_implementation="sdpa" if facts.topology == "causal" else attention_name,
     )
-    model.self_drafting = drafts
+    model.self_drafting = drafting
     location = os.path.abspath(source) if os.path.isdir(source) else source
     model.published = PublishedCheckpoint(location, family, config, generation, names)
     return model

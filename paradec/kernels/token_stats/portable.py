@@ -49,10 +49,10 @@ def chunked_stats(
     blocks = list(row_blocks(logits, CPU_BLOCK))
     width = -(-vocab // SEGMENT) * SEGMENT
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    memory = torch.empty((2, max(map(len, blocks)), width), dtype=dtype, device=logits.device)
+    buffers = torch.empty((2, max(map(len, blocks)), width), dtype=dtype, device=logits.device)
     draw_temperature = None if draws is None else draws.temperature
     parts = [
-        _sum_rows(rows, fields, temperature, draw_temperature, *memory[:, : len(rows)].unbind()) for rows in blocks
+        _sum_rows(rows, fields, temperature, draw_temperature, *buffers[:, : len(rows)].unbind()) for rows in blocks
     ]
     sums = _RowSums(*concatenate(parts, lead))
     stats = _from_sums(sums, fields, temperature)

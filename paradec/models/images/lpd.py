@@ -196,7 +196,7 @@ class LPDModel(ImageModel):
         return fields
 
     def begin(self, sampler: Any, image_request: ImageRequest, grid: Grid, request: Any) -> Any:
-        """As in the base class. LPD's order gets the model's repulsion in `REPULSION`, unless the sampler sets one."""
+        """As in the base class, but an LPD order without a repulsion gets the model's entry in `REPULSION`, if any."""
         order, cells = getattr(sampler, "order", None), grid.height * grid.width
         if isinstance(order, LPDOrder) and order.repulsion is None:
             groups = len(group_sizes(cells)) if request.steps is None else request.steps

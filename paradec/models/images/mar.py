@@ -227,8 +227,8 @@ class MARModel(PictureModel, Adapter):
             return ContinuousAnswer(distribution.mean, conditions, reused_keys, distribution)
 
     def _select_reused_keys(self, encoder: Keys, decoder: Keys, drop: Tensor, keep_buffer: bool) -> ReusedKeys:
-        """Select keys and values of a full step for later calls: the decoder's without positions `drop` [R, U], and
-        both parts' without class tokens unless `keep_buffer`."""
+        """Select keys and values of a full step for later calls: the decoder's without positions `drop` [R, U].
+        Without `keep_buffer`, class tokens are left out of both the encoder's and the decoder's."""
         num_buffer, num_positions = self.module.buffer, self.module.positions
         dropped = torch.zeros(len(drop), num_positions, dtype=torch.int, device=drop.device).scatter(1, drop, 1)
         index = num_buffer + dropped.argsort(dim=1, stable=True)[:, : num_positions - drop.shape[1]]
