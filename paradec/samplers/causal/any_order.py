@@ -3,14 +3,14 @@
 One call of such a model predicts every position from the positions decided before it
 (`paradec.models.base.Model.any_order`). The rank of a position is its index in the row's order. A chain of drafts runs
 along the ranks. With fixed noise, the tokens of one-by-one decoding are a fixed point that Jacobi steps reach in a few
-calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629). With `sjd` and `scd`,
-drafts are accepted by the ratio p / q, as in any-subset models (arXiv 2504.20456).
+calls (Wiggers & Hoogeboom, arXiv 2002.09928; Song et al., arXiv 2002.03629). With `sjd` and `scd`, drafts are accepted
+by the ratio p / q, as in any-subset models (arXiv 2504.20456).
 
 This module has the state; the loop is `paradec.samplers.causal.loop`. `committed` and slots count ranks; everything
 else counts positions of the canvas. Prompt tokens have the lowest ranks. Every step predicts all undecided positions,
 and the next drafts are drawn from these predictions. So the first step has no drafts.
 
-Shapes: `R` rows, `W` slots. `W` is at least the number of positions of the longest row.
+Shapes: `B` rows, `R` of them selected, `n` positions, `W` slots (at least as many as the longest row's positions).
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class Drafting:
 
 @dataclass
 class CausalState(State):
-    """State of rows whose tokens are drafted and verified. `B` rows, canvas of `L` positions, `W` window slots, `V`
-    tokens.
+    """State of rows whose tokens are drafted and verified. `B` rows (`R` of them selected), canvas of `L` positions,
+    `W` window slots, `V` tokens.
 
     Slot i of a row's window is position `committed + i`; a draft in the last slot is never verified. The memory has
     "drafts" [B, W], "draft_source" [B, W] and "draft_distribution" [B, W, V], as in `DraftDistributions`; for Gumbel

@@ -134,12 +134,12 @@ class ZipAR(CausalSampler):
         return Sampler.observe(self, state, proposal)  # without drafts
 
     def query(self, state: CausalState) -> list[CausalQuery]:
-        """Evaluate the last token of every row in progress; in the first step, evaluate the prompt."""
+        """Evaluate the last token of every image row in progress; in the first step, evaluate the prompt."""
         assert isinstance(state, ZipARState)
         step, device = state.schedule[state.commits], state.context.device
         prompt_end = (state.prompt_length + state.shift).reshape(-1)[:, None]
         columns, token_columns = prompt_end + np.array(step.positions), prompt_end + np.array(step.tokens)
-        if not state.commits:  # the whole prompt of every row, right-aligned
+        if not state.commits:  # the whole prompts, right-aligned
             columns = token_columns = prompt_end + np.arange(-int(prompt_end.max()), step.positions[-1] + 1)
         valid = columns >= 0
         logit_columns = np.array(step.columns) + columns.shape[1] - len(step.positions)
@@ -163,7 +163,7 @@ class ZipAR(CausalSampler):
         ]
 
     def propose(self, state: CausalState, outputs: list[Tensor], queries: list[CausalQuery]) -> Proposal:
-        """Draw a token for each of the W rows in progress. Quantities: "top_logit" [R, W]."""
+        """Draw a token for each of the W image rows in progress. Quantities: "top_logit" [R, W]."""
         assert isinstance(state, ZipARState)
         positions = _columns(state, state.schedule[state.commits].targets)
         logits = read_logits(state, outputs, queries)

@@ -85,8 +85,8 @@ class AdaptiveBlocks(BlockPolicy):
         end = np.minimum(start + np.maximum(self._window(prompt_length, length), self.length), length)
         if self.model_block is None:
             return end
-        first = prompt_length if self.model_align == "prompt" else 0
-        return np.minimum(end, ((start - first) // self.model_block + 1) * self.model_block + first)
+        origin = prompt_length if self.model_align == "prompt" else 0
+        return np.minimum(end, ((start - origin) // self.model_block + 1) * self.model_block + origin)
 
     def count(self, prompt_length: int, length: int) -> None:
         return None

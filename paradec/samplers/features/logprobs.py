@@ -37,7 +37,7 @@ class RecordedLogProbs(Feature):
 def step_logprobs(
     request: Any, logits: Tensor, tokens: Tensor, count: int, known: Tensor | None = None
 ) -> StepLogProbs:
-    """Compute log-probabilities of tokens [N, W] and of the `count` likeliest ones under softmax(logits [N, W, V]); for
+    """Compute log-probabilities of tokens [N, W] and of the `count` likeliest ids under softmax(logits [N, W, V]); for
     rollouts also at the request's temperature. known: from `known_probabilities`."""
     values = StepLogProbs.from_logits(logits, tokens, count, known)
     if request.rollout and request.temperature > 0:

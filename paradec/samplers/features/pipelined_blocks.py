@@ -136,15 +136,15 @@ def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = N
 
 def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, prompt_length: Any) -> Any:
     """Number the blocks of positions: [R, W] int64, from 0 for the block that begins at `block_start` [R, 1]."""
-    first = 0 if policy.align == "absolute" else prompt_length
-    return (positions - first) // policy.length - (block_start - first) // policy.length
+    origin = 0 if policy.align == "absolute" else prompt_length
+    return (positions - origin) // policy.length - (block_start - origin) // policy.length
 
 
 def open_starts(state: Any, row: int, start: int, end: int) -> list[int]:
     """List the starts of the open blocks in a row whose window is [start, end)."""
-    first = 0 if state.blocks.align == "absolute" else int(state.prompt_length[row])
+    origin = 0 if state.blocks.align == "absolute" else int(state.prompt_length[row])
     length = state.blocks.length
-    return [start, *range(start + length - (start - first) % length, end, length)]
+    return [start, *range(start + length - (start - origin) % length, end, length)]
 
 
 def leading_blocks(state: Any, current: Tensor) -> Tensor:

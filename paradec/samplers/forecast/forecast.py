@@ -34,9 +34,9 @@ class Forecast(FeatureForecast):
     whole output, after guidance. Raises ValueError for an invalid value or settings that exclude each other.
 
     Args:
-        when: which steps are evaluated. A schedule: `Every` (the default), a list of steps from 0, cache-dit's step
-            mask "slow", "medium", "fast" or "ultra", a `StepSchedule`, a `BlockSchedule` or its file. Or a measuring
-            rule (`Verification`, `rules`), a method (`TeaCache(...)`), or text: "every(interval=6, first_enhance=3)".
+        when: which steps are evaluated. Schedules: `Every` (the default), a list of steps from 0, cache-dit's step mask
+            "slow", "medium", "fast" or "ultra", a `StepSchedule`, a `BlockSchedule`, or a file of either. Other rules:
+            `Verification`, those of `rules`, a method (`TeaCache(...)`). As text: "every(interval=6, first_enhance=3)".
         how: "taylor", "newton", "hermite", "reuse", "foca" or "dmd", with settings in parentheses, or a basis of
             `bases`. None: the basis published with `when`, or "taylor".
         where: features to forecast: "module" (attention and feed-forward outputs before their gates), "block" (each
