@@ -2,7 +2,7 @@
 
 A rule draws the children of a node from the draft distribution q and verifies them against the target distribution p.
 `RULES` are exact: the token after a node has the distribution p for any q. They differ in how often this token is one
-of the children, so that the walk continues. Shapes: `R` rows, `N` nodes, `K` children in order of verification, `V` tokens.
+of the children and the walk continues. Shapes: `R` rows, `N` nodes, `K` children in order of verification, `V` tokens.
 
 - "recursive": independent children, each verified against the residual of those before it (SpecInfer, arXiv
   2305.09781).
