@@ -28,7 +28,7 @@ class D2Cache(SubsetCache):
     are the masks from the open block to the end of the block with the `current_k`-th mask; masks of the open block rank
     first. Only evaluated masks can be decided. On shifted models the position left of each mask is evaluated instead.
 
-    Differences from the public code: a mask has the confidence of the last step that evaluated it; in the code, of the
+    Differences from the public code: a mask has the confidence of the last step that evaluated it; in that code, of the
     first such step. Blocks here have a fixed length; the code cuts them to undecided positions and misses masks at
     their end. The code also evaluates positions chosen by attention rollout, which two small models did not need.
 

@@ -68,8 +68,8 @@ def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float =
     """Group rows by size, with little padding. Returns index arrays that partition range(R), widest group first.
 
     sizes: [R] int64 positions per row. exact: one group per size, for models that cannot be padded.
-    limit: maximum number of groups otherwise. waste: groups are added while padding multiplies the number of positions
-        by more than this."""
+    limit: maximum number of groups without `exact`. waste: groups are added while padding multiplies the number of
+        positions by more than this."""
     if exact:
         return [np.flatnonzero(sizes == size) for size in np.unique(sizes)[::-1]]
     widest, total = sizes.max(), sizes.sum()

@@ -16,7 +16,7 @@ from paradec.core.checks import check_bool
 
 @dataclass(frozen=True)
 class RecapCache(StoredCache):
-    """Evaluate whole rows when `recap` opens a group of steps, then in local steps all targets of the group.
+    """Evaluate whole rows when `recap` opens a group of steps, and only the group's targets in local steps.
 
     Args:
         recompute_prompt: whether local steps evaluate the prompt too, as the public code does with its class token;

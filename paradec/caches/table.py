@@ -143,7 +143,7 @@ def _names(names: list[str], all_names: list[str]) -> str:
 
 
 def _columns(results: tuple[tuple[str, str, Verdict], ...], cache: Any) -> dict[str, str]:
-    """One column per topology, with a verdict per prediction where they differ; then prefix reuse and reasons."""
+    """Make a column per topology (a verdict per prediction if these differ), and the columns prefix reuse and why."""
     columns: dict[str, str] = {}
     reasons: list[str] = []
     for topology in dict.fromkeys(topology for topology, _, _ in results):

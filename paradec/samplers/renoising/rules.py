@@ -13,7 +13,7 @@ from paradec.samplers.masked.rules.origin import Origin
 from paradec.samplers.masked.rules.random import Random
 
 STAGES = ("query", "propose", "commit", "ranking_scores", "read_candidates", "draw_tokens")
-"""Methods around `select` in the masked family that do not run here."""
+"""Methods around `select` in the masked family that do not run on canvases."""
 
 
 def why_unsupported(rule: MaskedSampler) -> str | None:

@@ -70,7 +70,7 @@ class FreeDave(DraftingSampler):
     draft, this draft's logits are those that the base would have computed. The first step in a block has no drafts.
 
     Lossless: tokens equal those of the base with the same cache. This also holds at temperature > 0, because a draft
-    uses the random numbers of its step (the public code is only equal in distribution there). Rows end and blocks open
+    uses the random numbers of its step (the public code gives only the same distribution). Rows end and blocks open
     at the same steps as with the base. Except in float64, near-ties may be decided differently, as with any change of
     batch.
 

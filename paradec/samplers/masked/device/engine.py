@@ -268,10 +268,8 @@ class DeviceEngine:
         self.canvas.view(-1).scatter_(0, flat.view(-1), written.view(-1))
         self.decided.index_add_(0, rows, (selected & active.unsqueeze(1)).sum(1))
         step_count = active.long()
-        full_forwards = step_count if kind == "full" else torch.zeros_like(step_count)
-        self.counts.index_add_(
-            1, rows, torch.stack((step_count, step_count, step_count * num_evaluated, full_forwards))
-        )
+        num_full = step_count if kind == "full" else torch.zeros_like(step_count)
+        self.counts.index_add_(1, rows, torch.stack((step_count, step_count, step_count * num_evaluated, num_full)))
         self.row_step.index_add_(0, rows, step_count)
         self.block_step.index_add_(0, rows, step_count)
         ended = self._end_rows(rows, active, window, valid, written) if self.layout.stops else None

@@ -150,7 +150,7 @@ class Combination(MaskedSampler):
         return notes
 
     def rule_labels(self, names: Mapping[tuple[int, int], tuple[str, ...]], view: View) -> dict[tuple[int, int], str]:
-        """Label selected positions for a trace. Keys are (row of the view, column). names: rules that select each."""
+        """Label selected positions (row of the view, column) for a trace. names: rules that select each position."""
         return {position: " and ".join(rules) for position, rules in names.items()}
 
     def remember(self, view: View, selected: Tensor) -> Mapping[str, Tensor]:

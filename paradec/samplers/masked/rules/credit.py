@@ -42,8 +42,8 @@ class Credit(MaskedSampler):
     temperature > 0. At positions that a cache does not evaluate in a step, credit neither grows nor decays.
 
     The defaults are those that third parties report for the paper's final version, except `threshold` (0.95 in it).
-    Presets "dinfer" and "sglang" have the settings of these projects. SGLang's code compares the larger of the raw and
-    the fused probability with the threshold, and lets a token that takes over a slot inherit its credit; not so here.
+    Presets "dinfer" and "sglang" have the settings of these projects. Unlike this class, SGLang's code compares the
+    larger of the raw and the fused probability with the threshold, and a token that takes over a slot inherits credit.
     """
 
     threshold: float = 0.9
