@@ -22,7 +22,7 @@ class KeyValueStore(Cache):
     """Keys and values of `rows` rows of up to `length` positions, allocated per layer at the first forward. An extra
     slot receives padding, which no position sees.
 
-    A call reads the slots below its `visible_length`, including those that it writes:
+    A call reads the slots below its `visible_length`:
 
     - with `slots` and without `visible`: the call writes its slots, then sees all filled slots;
     - without `slots`: the call writes nothing. Its keys and values follow those of the store; stored keys at the same
@@ -86,8 +86,8 @@ class KeyValueStore(Cache):
             raise ValueError("query.store is None; it must name the rows of the store that the call reads")
         side_by_side = query.visible is not None or store_call.slots is None
         limit = store_call.visible_length
-        visible = (self.length if limit is None else min(limit, self.length)) - self.start
-        self._call = call = _Call(store_call, self._as_slice(store_call.index), visible, side_by_side)
+        num_visible = (self.length if limit is None else min(limit, self.length)) - self.start
+        self._call = call = _Call(store_call, self._as_slice(store_call.index), num_visible, side_by_side)
         if store_call.slots is not None:
             self._record_write(query, store_call.slots, call)
         return self
@@ -97,14 +97,14 @@ class KeyValueStore(Cache):
         is [R, 1, Q or 1, K] bool, or None if all keys are seen. The positions are [R or 1, K] int64: the visible slots,
         then the call's columns if `side_by_side`."""
         call = self._bound_call()
-        visible = call.visible_length
-        keys = torch.arange(self.start, self.start + visible, device=query.positions.device).unsqueeze(0)
+        num_visible = call.visible_length
+        keys = torch.arange(self.start, self.start + num_visible, device=query.positions.device).unsqueeze(0)
         if call.side_by_side:
-            keys = torch.cat((keys.expand(len(query.positions), visible), query.positions), 1)
+            keys = torch.cat((keys.expand(len(query.positions), num_visible), query.positions), 1)
             return self._side_by_side_mask(query, call), keys
-        if call.index is not None and (self._filled_to[call.index] >= visible).all():  # known on the host
+        if call.index is not None and (self._filled_to[call.index] >= num_visible).all():  # known on the host
             return None, keys
-        return self.valid[:, :visible].index_select(0, call.rows)[:, None, None], keys
+        return self.valid[:, :num_visible].index_select(0, call.rows)[:, None, None], keys
 
     def _as_slice(self, index: np.ndarray | None) -> slice | None:
         """Convert rows to a slice, for reads without a copy; None unless the host knows that they are neighbours."""
@@ -136,14 +136,14 @@ class KeyValueStore(Cache):
 
     def _side_by_side_mask(self, query: Query, call: _Call) -> Tensor:
         """Make the mask over the store's slots, then the call's columns: [R, 1, Q, visible length + Q] bool."""
-        (count, width), visible = query.tokens.shape, call.visible_length
+        (count, width), num_visible = query.tokens.shape, call.visible_length
         is_real = torch.ones_like(query.tokens, dtype=torch.bool) if query.valid is None else query.valid
-        stored = self.valid[:, :visible].index_select(0, call.rows)
+        stored = self.valid[:, :num_visible].index_select(0, call.rows)
         # positions that the call evaluates are hidden in the store; padding hides nothing
         slots = query.positions - self.start
-        slots = torch.where(is_real & (slots < visible), slots, visible)
-        is_hidden = torch.zeros((count, visible + 1), dtype=torch.bool, device=stored.device).scatter_(1, slots, True)
-        stored = (stored & ~is_hidden[:, :visible])[:, None, :].expand(count, width, visible)
+        slots = torch.where(is_real & (slots < num_visible), slots, num_visible)
+        is_hidden = stored.new_zeros((count, num_visible + 1)).scatter_(1, slots, True)
+        stored = (stored & ~is_hidden[:, :num_visible])[:, None, :].expand(count, width, num_visible)
         in_call = is_real[:, None, :].expand(count, width, width)
         if query.visible is not None:
             in_call = in_call & query.visible

@@ -52,7 +52,7 @@ def halton_ranks(state: MaskedState, height: int | None, width: int | None) -> n
     """Rank the window's positions in Halton order: [R, W] int64."""
     ranks = np.zeros(state.window.host_positions.shape, np.int64)
     for indices, rows, columns, first_cell in group_by_size(state, height, width):
-        order = halton_order(rows, columns)
+        cell_ranks = halton_order(rows, columns)
         cell = state.window.host_positions[indices] - first_cell[:, None]
-        ranks[indices] = order[np.clip(cell, 0, len(order) - 1)]  # padding may lie outside of the image
+        ranks[indices] = cell_ranks[np.clip(cell, 0, len(cell_ranks) - 1)]  # padding may lie outside of the image
     return ranks

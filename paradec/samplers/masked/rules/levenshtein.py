@@ -76,7 +76,7 @@ class Levenshtein(MaskedSampler):
 
     def memory(self) -> Mapping[str, MemorySpec]:
         return {
-            "original": MemorySpec(("window",), torch.bool),  # masks from the block's start
+            "original": MemorySpec(("window",), torch.bool),  # the block's initial masks, filled or not
             "step": MemorySpec(dtype=torch.int64),
             "post_steps": MemorySpec(dtype=torch.int64),
             "written": MemorySpec(("window", "vocab"), torch.bool),  # tokens written so far at each position

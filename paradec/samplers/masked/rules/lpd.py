@@ -96,8 +96,8 @@ class LPD(InOrder):
                 repulsion = lpd_repulsion(height * width) if self.repulsion is None else self.repulsion
                 sizes = self.sizes(state, row, num_masks=int((~is_decided).sum()))
                 key = (keys[row][0], keys[row][1])
-                order = lpd_ranks(height, width, sizes, repulsion, self.proximity, key, is_decided.tobytes())
-                rank_of_position[index] = order[np.clip(window.host_positions[index] - start, 0, len(order) - 1)]
+                ranks = lpd_ranks(height, width, sizes, repulsion, self.proximity, key, is_decided.tobytes())
+                rank_of_position[index] = ranks[np.clip(window.host_positions[index] - start, 0, len(ranks) - 1)]
         return rank_of_position
 
 
