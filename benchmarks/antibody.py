@@ -122,7 +122,7 @@ def special_ids(model: Any) -> list[int]:
     return [i for i in model.tokenizer.all_special_ids if i != model.facts.mask_token_id]
 
 
-class Remembering:
+class CachedModel:
     """Stand-in for a `Model` without a store that evaluates each canvas once and caches its logits."""
 
     def __init__(self, model: Model):
@@ -194,16 +194,16 @@ class Benchmark:
     def summary(self, record: Record, kind: str) -> dict[str, Any]:
         """Build a row of the result, with shares in per cent, for chains of one kind; "" is both kinds."""
         fillings = [filling for filling in record.results if filling[0].endswith(kind)]
-        ours, base = self.recovery(record, fillings), self.recovery(self.records[0], fillings)
+        recovered, baseline = self.recovery(record, fillings), self.recovery(self.records[0], fillings)
         forwards = float(np.mean([record.results[filling][1] for filling in fillings]))
         return {
             "sampler": record.configuration.sampler,
             "changes": {name: to_data(value) for name, value in record.configuration.changes.items()},
             "fillings": len(fillings),
-            "recovery": 100 * ours.mean(),
-            "interval": [100 * end for end in bootstrap(ours)],
-            "versus_baseline": 100 * (ours - base).mean(),
-            "versus_baseline_interval": [100 * end for end in bootstrap(ours - base)],
+            "recovery": 100 * recovered.mean(),
+            "interval": [100 * end for end in bootstrap(recovered)],
+            "versus_baseline": 100 * (recovered - baseline).mean(),
+            "versus_baseline_interval": [100 * end for end in bootstrap(recovered - baseline)],
             "forwards": forwards,
             "tokens_per_forward": float(np.mean([self.masked[filling] for filling in fillings])) / forwards,
         }
@@ -252,12 +252,12 @@ def fill(model: Any, configuration: Configuration, chains: list[Chain], seed: in
         sampler=configuration.make(),
         seed=seed,
         suppress_tokens=special_ids(model),
-        **configuration.request(round(float(np.mean([len(at) for at in holes])))),
+        **configuration.request(round(float(np.mean([len(columns) for columns in holes])))),
     )
     width = output.sequences.shape[1]  # rows end at the right edge
     answers = [
-        output.sequences[k, width - len(row) :].numpy()[at]
-        for k, (row, at) in enumerate(zip(masked_rows, holes, strict=True))
+        output.sequences[k, width - len(row) :].numpy()[columns]
+        for k, (row, columns) in enumerate(zip(masked_rows, holes, strict=True))
     ]
     return [int((a == b).sum()) for a, b in zip(answers, truth, strict=True)], output.row_nfe
 
@@ -323,15 +323,15 @@ def main() -> None:
     work = list(units(chains, arguments.seeds))
     masked = {(chain.name, seed): len(chain.masked(seed)) for seed, group in work for chain in group}
     model = load_antiberty()
-    wanted = fitting(model, [[model.facts.mask_token_id]], configurations(), LEFT_OUT, [SEQUENTIAL])
-    benchmark = Benchmark(masked, [Record(configuration) for configuration in wanted])
+    selected = fitting(model, [[model.facts.mask_token_id]], configurations(), LEFT_OUT, [SEQUENTIAL])
+    benchmark = Benchmark(masked, [Record(configuration) for configuration in selected])
     todo = benchmark.records
     for seed, group in work:
         if seed == 1 and todo is benchmark.records:
             todo = [record for record in benchmark.records if not benchmark.slow(record)]
-        remembering = Remembering(model)
+        cached_model = CachedModel(model)
         for record in todo:
-            right, forwards = fill(remembering, record.configuration, group, seed)
+            right, forwards = fill(cached_model, record.configuration, group, seed)
             for chain, *numbers in zip(group, right, forwards, strict=True):
                 record.results[chain.name, seed] = (numbers[0], numbers[1])
         print(f"seed {seed}: {', '.join(chain.name for chain in group)}", file=sys.stderr, flush=True)

@@ -79,7 +79,7 @@ class Clock:
         self.seconds, self.depth = 0.0, 0
 
     def __call__(self, function: Any) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             self.depth += 1
             begin = time.process_time()
             try:
@@ -89,7 +89,7 @@ class Clock:
                 if self.depth == 0:
                     self.seconds += time.process_time() - begin
 
-        return timed
+        return counted
 
 
 def decode(model: Model, cache: str, prompts: list[list[int]], shape: dict[str, int]) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def decode(model: Model, cache: str, prompts: list[list[int]], shape: dict[str, 
         seed=0,
         eos_early_stop=False,
     )
-    in_model, books = Clock(), Clock()
+    in_model, bookkeeping = Clock(), Clock()
     call = in_model(model)
     if state.store is not None:
         for name in ("bind", "visible", "update"):
-            setattr(state.store, name, books(getattr(state.store, name)))
-    query = books(sampler.query)
+            setattr(state.store, name, bookkeeping(getattr(state.store, name)))
+    query = bookkeeping(sampler.query)
     begin = time.process_time()
     with torch.inference_mode():
         while not state.done:
@@ -123,7 +123,7 @@ def decode(model: Model, cache: str, prompts: list[list[int]], shape: dict[str, 
     return {
         "seconds": seconds,
         "model_seconds": in_model.seconds,
-        "bookkeeping_seconds": books.seconds,
+        "bookkeeping_seconds": bookkeeping.seconds,
         "forwarded": sum(cost.forwarded_tokens),
     }
 
@@ -146,8 +146,8 @@ def speed() -> None:
         decode(model, "none", prompts, warm)
         plain = decode(model, "none", prompts, shape)
         runs = {name: decode(model, name, prompts, shape) for name in names}
-        again = decode(model, "none", prompts, shape)
-        plain |= {key: (plain[key] + again[key]) / 2 for key in plain if key.endswith("seconds")}
+        plain_after = decode(model, "none", prompts, shape)
+        plain |= {key: (plain[key] + plain_after[key]) / 2 for key in plain if key.endswith("seconds")}
         for name, cached in runs.items():
             saved = plain["model_seconds"] - (cached["model_seconds"] - cached["bookkeeping_seconds"])
             row = {
@@ -181,16 +181,16 @@ def prefix() -> None:
 
     result_rows: list[dict[str, Any]] = []
 
-    def record(what: str, plain: list[float], reused: float, before: paradec.Output, after: paradec.Output) -> None:
+    def record(what: str, plain_s: list[float], reused_s: float, plain: paradec.Output, reused: paradec.Output) -> None:
         result_rows.append(
             {
                 "what": what,
-                "seconds_without": sum(plain) / len(plain),
-                "seconds": reused,
-                "positions_without": before.forwarded_tokens,
-                "positions": after.forwarded_tokens,
-                "store_bytes_without": before.cost.store_bytes,
-                "store_bytes": after.cost.store_bytes,
+                "seconds_without": sum(plain_s) / len(plain_s),
+                "seconds": reused_s,
+                "positions_without": plain.forwarded_tokens,
+                "positions": reused.forwarded_tokens,
+                "store_bytes_without": plain.cost.store_bytes,
+                "store_bytes": reused.cost.store_bytes,
             }
         )
 
@@ -198,15 +198,15 @@ def prefix() -> None:
     for common in (128, 512):
         shared = ids(common)
         rows = [shared + tail for tail in ids(8, 32)]
-        first, before = run(rows)
-        seconds, after = run(rows, share_prefix=True)
-        record(f"8 x ({common} shared + 32 + 64)", [first, run(rows)[0]], seconds, before, after)
+        first, plain = run(rows)
+        seconds, reused = run(rows, share_prefix=True)
+        record(f"8 x ({common} shared + 32 + 64)", [first, run(rows)[0]], seconds, plain, reused)
     stored, row = None, ids(256)
     for turn in range(3):
-        first, before = run([row])
-        seconds, after = run([row], prefix=stored, keep_prefix=True)
-        record(f"turn {turn + 1}: 1 x ({len(row)} + 64)", [first, run([row])[0]], seconds, before, after)
-        stored, row = after.prefix, after.sequences[0].tolist() + ids(32)
+        first, plain = run([row])
+        seconds, reused = run([row], prefix=stored, keep_prefix=True)
+        record(f"turn {turn + 1}: 1 x ({len(row)} + 64)", [first, run([row])[0]], seconds, plain, reused)
+        stored, row = reused.prefix, reused.sequences[0].tolist() + ids(32)
     result = {"device": f"cpu ({platform.machine()}), 1 thread", "torch": torch.__version__, "rows": result_rows}
     write_result(RESULTS / "caches_prefix.json", result)
     print(caches_prefix_table(result))
@@ -219,7 +219,7 @@ def answer_packaged(model: Model, examples: list[Example], **request: Any) -> tu
     for begin in range(0, len(examples), 16):
         batch = examples[begin : begin + 16]
         out = paradec.generate(model, [example.prompt for example in batch], seed=0, **request)
-        right += sum(TASKS[each.task].check(each, text) for each, text in zip(batch, out.text, strict=True))
+        right += sum(TASKS[example.task].check(example, text) for example, text in zip(batch, out.text, strict=True))
         positions, forwards = positions + out.forwarded_tokens, forwards + sum(out.row_nfe)
     return right / len(examples), positions / len(examples), forwards / len(examples)
 

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from provenance import COMMIT, RESULTS, read_result, write_result
 from tables import canvases_memory_table, canvases_table, canvases_wait_table
-from timing import forget_peak, resident, timed
+from timing import forget_peak, resident, time_call
 
 import paradec
 
@@ -90,7 +90,7 @@ def small_module(vocab: int = 256, canvas: int = 32, hidden: int = 64) -> Any:
 # ---- schedule -------------------------------------------------------------------------------------------------------
 
 
-class Counted:
+class CallCounter:
     """Counter of calls of a module's encoder and decoder, and of their rows, while this context is open."""
 
     def __init__(self, module: Any):
@@ -98,7 +98,7 @@ class Counted:
         self.parts = {"encoder": (model.encoder, "input_ids"), "decoder": (model.decoder, "decoder_input_ids")}
         self.rows: dict[str, list[int]] = {name: [] for name in self.parts}
 
-    def __enter__(self) -> Counted:
+    def __enter__(self) -> CallCounter:
         self.handles = []
         for name, (part, ids) in self.parts.items():
 
@@ -123,7 +123,7 @@ def prompts(module: Any, seed: int) -> list[list[int]]:
     return [torch.randint(FIRST_TOKEN, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def ours(model: Any, module: Any, settling: str, seed: int, callback: Any = None, **settings: Any) -> Any:
+def run_paradec(model: Any, module: Any, settling: str, seed: int, callback: Any = None, **settings: Any) -> Any:
     """Run one request with `paradec.generate`."""
     new = CANVASES * module.config.canvas_length
     settings |= dict(zip(("entropy_bound", "confidence_threshold"), SETTLING[settling], strict=True))
@@ -132,7 +132,7 @@ def ours(model: Any, module: Any, settling: str, seed: int, callback: Any = None
     return paradec.generate(model, prompts(module, seed), sampler=method, **shared)
 
 
-def theirs(module: Any, settling: str, seed: int, ends: list[int]) -> Any:
+def run_transformers(module: Any, settling: str, seed: int, ends: list[int]) -> Any:
     """Run the same request with transformers' `generate`, with prompts padded on the left."""
     from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
@@ -181,14 +181,14 @@ def spread(values: list[float]) -> dict[str, float]:
 def timed_turns(model: Any, module: Any, settling: str, ends: list[int], turns: int) -> dict[str, Any]:
     """Measure transformers' CPU and wall time over paradec's; in each turn both libraries run every seed."""
     runs: tuple[Callable[[int], Any], ...] = (
-        lambda seed: ours(model, module, settling, seed),
-        lambda seed: theirs(module, settling, seed, ends),
+        lambda seed: run_paradec(model, module, settling, seed),
+        lambda seed: run_transformers(module, settling, seed, ends),
     )
     took = np.zeros((turns, 2, 2))
     for turn in range(turns):
         for seed in SEEDS:
             for which in (0, 1) if turn % 2 else (1, 0):
-                took[turn, which] += timed(partial(runs[which], seed))[1:]
+                took[turn, which] += time_call(partial(runs[which], seed))[1:]
     entry: dict[str, Any] = {}
     for place, clock in enumerate(("cpu", "wall") if turns else ()):
         ratios = spread((took[:, 1, place] / took[:, 0, place]).tolist())
@@ -206,16 +206,16 @@ def schedule(turns: int) -> dict[str, Any]:
             model = paradec.wrap(module, eos_token_id=ends, pad_token_id=PAD)
             locked, same, steps = np.zeros(3, int), np.zeros(3, int), []
             for seed in SEEDS:
-                with Counted(module) as counted:
-                    theirs(module, settling, seed, ends)
+                with CallCounter(module) as counted:
+                    run_transformers(module, settling, seed, ends)
                 locked += counted.counts()
             by_wait = {}
             for wait in WAITS:
                 total = np.zeros(3, int)
                 for seed in SEEDS:
                     paths = Paths()
-                    with Counted(module) as counted:
-                        ours(model, module, settling, seed, paths, encode_wait=wait)
+                    with CallCounter(module) as counted:
+                        run_paradec(model, module, settling, seed, paths, encode_wait=wait)
                     total += counted.counts()
                     if wait == WAITS[0]:
                         same += paths.lock_step(len(LENGTHS))

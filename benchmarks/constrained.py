@@ -42,12 +42,12 @@ def compare_answers(limit: int) -> None:
             results = []
             for is_constrained in (False, True):
                 prompts = [
-                    {"prompt": each.prompt}
-                    | ({"constraint": constraint_of(name, [*each.items])} if is_constrained else {})
-                    for each in examples
+                    {"prompt": example.prompt}
+                    | ({"constraint": constraint_of(name, [*example.items])} if is_constrained else {})
+                    for example in examples
                 ]
                 outputs = list(paradec.generate_many(model, prompts, max_new_tokens=64, block_length=64, **request))
-                right = sum(task.check(each, out.text) for each, out in zip(examples, outputs, strict=True))
+                right = sum(task.check(example, out.text) for example, out in zip(examples, outputs, strict=True))
                 results.append((100 * right / len(examples), sum(out.nfe for out in outputs) / len(outputs)))
             line = " -> ".join(f"{share:5.1f} % in {forwards:4.1f} forwards" for share, forwards in results)
             print(f"{name:14} {way:18} {line}", flush=True)

@@ -7,7 +7,7 @@ Two models with random weights (4 layers, 128 wide, float64, so that answers can
 `sjd(window=4)`, and a model in SDAR's format with blocks of 4, decoded by `threshold` with cache="block".
 
 Conversations: all run at the same time. Each has 8 turns after one system prompt of 400 tokens. In a turn the user
-sends 20 tokens, and the answer has at most 24; later turns send it again. The prefix cache of 512 MB has room for all.
+sends 20 tokens, and the answer has at most 24; later turns repeat both. The prefix cache of 512 MB has room for all.
 Measured: positions evaluated, the server's CPU time, seconds per turn.
 
 Prompts without common prefixes: CPU time with and without the prefix cache, for these models and for wider ones (8
@@ -51,7 +51,7 @@ SERVED = {
 }
 
 
-def make(kind: str, folder: Path, sizes: dict[str, int] = SIZES) -> Path:
+def write_checkpoint(kind: str, folder: Path, sizes: dict[str, int] = SIZES) -> Path:
     """Write a checkpoint with random weights and the packaged tokenizer; return its folder."""
     tokenizer = paradec.load().tokenizer
     torch.manual_seed(0)
@@ -188,8 +188,7 @@ def measure_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str,
     differ = sum(a != b for one, other in zip(*answers, strict=True) for a, b in zip(one, other, strict=True))
     costs = {"narrow": measure_costs(folder, kind, args.turns)}
     with tempfile.TemporaryDirectory() as other:
-        costs["wide"] = measure_costs(make(kind, Path(other), WIDE), kind, args.turns)
-
+        costs["wide"] = measure_costs(write_checkpoint(kind, Path(other), WIDE), kind, args.turns)
     return {
         "conversations": talks,
         "answers_differ": differ,
@@ -208,7 +207,8 @@ def main() -> None:
     result: dict[str, Any] = {"turns": TURNS, "system": SYSTEM, "user": USER, "answer": ANSWER}
     for kind in SERVED:
         with tempfile.TemporaryDirectory() as folder:
-            result[kind] = measure_kind(kind, make(kind, Path(folder)), args) | {"load": round(os.getloadavg()[0], 1)}
+            measured = measure_kind(kind, write_checkpoint(kind, Path(folder)), args)
+            result[kind] = measured | {"load": round(os.getloadavg()[0], 1)}
         print(kind, json.dumps(result[kind], indent=1), flush=True)
     write_result(args.out, result)
     sys.exit(any(result[kind]["answers_differ"] or result[kind]["positions_ratio"] > 0.4 for kind in SERVED))

@@ -111,23 +111,23 @@ def evaluate_images(drawn: dict[str, Any], classifier: Any) -> tuple[dict[str, A
     return row, features
 
 
-def permutation_p_value(ours: Tensor, base: Tensor) -> float:
+def permutation_p_value(tested: Tensor, base: Tensor) -> float:
     """Run a permutation test: the share of random splits of the united features [n, d] whose halves are at least as far
     apart as the two sets."""
-    features = torch.cat([ours, base])
+    features = torch.cat([tested, base])
 
-    def split_distance(mine: Tensor) -> float:
-        return frechet_distance(moments(features[mine]), moments(features[~mine]))
+    def split_distance(in_first: Tensor) -> float:
+        return frechet_distance(moments(features[in_first]), moments(features[~in_first]))
 
     # each set has equally many images of every class; so must the halves of every split
     generator = torch.Generator().manual_seed(0)
-    mine = torch.arange(len(features)) < len(ours)
+    in_tested = torch.arange(len(features)) < len(tested)
     classes = [torch.arange(label, len(features), 10) for label in range(10)]
-    observed, num_larger = split_distance(mine), 0
+    observed, num_larger = split_distance(in_tested), 0
     for _ in range(PERMUTATIONS):
-        split = mine.clone()
+        split = in_tested.clone()
         for places in classes:
-            split[places] = mine[places[torch.randperm(len(places), generator=generator)]]
+            split[places] = in_tested[places[torch.randperm(len(places), generator=generator)]]
         num_larger += split_distance(split) >= observed
     return (1 + num_larger) / (1 + PERMUTATIONS)
 

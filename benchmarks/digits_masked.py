@@ -121,10 +121,10 @@ def run_masked(model: Any, setting: tuple, images: int, seed: int) -> dict[str, 
         )
         read = np.array([step.forwarded for step in out.trace.steps])  # [steps, B]
         # positions of a full evaluation, in all guidance branches
-        whole = (1 + out.grid.length) * out.row_forwards / sum(out.row_nfe)
+        full_positions = (1 + out.grid.length) * out.row_forwards / sum(out.row_nfe)
         pictures.append(out.images)
-        evaluations += (read.sum(0) / whole).tolist()
-        full += (read == whole).sum(0).tolist()
+        evaluations += (read.sum(0) / full_positions).tolist()
+        full += (read == full_positions).sum(0).tolist()
     return {"pictures": torch.cat(pictures), "forwards": np.array(evaluations), "full": float(np.mean(full))}
 
 

@@ -132,10 +132,10 @@ def choose_setting(label: str, name: str, sampler: str, settings: list[Setting],
     return settings[min(range(len(distances)), key=distances.__getitem__)]
 
 
-def distance_difference(one: list[float], other: list[float]) -> list[float]:
+def distance_difference(first: list[float], second: list[float]) -> list[float]:
     """Compute one - other for two distances [value, low, high]: the difference, and the ends of its 95 % interval."""
-    half = ((one[2] - one[0]) ** 2 + (other[2] - other[0]) ** 2) ** 0.5
-    return [one[0] - other[0], one[0] - other[0] - half, one[0] - other[0] + half]
+    half = ((first[2] - first[0]) ** 2 + (second[2] - second[0]) ** 2) ** 0.5
+    return [first[0] - second[0], first[0] - second[0] - half, first[0] - second[0] + half]
 
 
 def figure(results: list[dict[str, Any]]) -> None:

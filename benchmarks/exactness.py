@@ -148,8 +148,8 @@ class OwnDrafter(TableModel):
             return super().__call__(query, store)
         mask, keys = store.bind(query).visible(query)
         stored = store.token_at_write[query.store.rows, : query.store.visible_length]
-        tokens, at = torch.cat((stored, query.tokens), 1), query.positions.unsqueeze(-1)
-        context = [seen_token(tokens, (keys.unsqueeze(-2) == at - back) & mask.squeeze(1)) for back in (2, 1)]
+        tokens, positions = torch.cat((stored, query.tokens), 1), query.positions.unsqueeze(-1)
+        context = [seen_token(tokens, (keys.unsqueeze(-2) == positions - back) & mask.squeeze(1)) for back in (2, 1)]
         before = torch.where(context[0] < 0, len(self.table) - 1, context[0])
         return self.table[before, context[1].clamp(min=0)].take_along_dim(query.wanted.unsqueeze(-1), 1)
 
@@ -166,12 +166,12 @@ class BlockTable(TableModel):
 
     def __call__(self, query: Query, store: KeyValueStore | None = None) -> Tensor:
         assert query.visible is not None and query.wanted is not None
-        tokens, at = query.tokens, query.positions
+        tokens, place = query.tokens, query.positions
         seen = query.visible & (tokens != self.facts.mask_id).unsqueeze(1)
         if query.valid is not None:
             seen = seen & query.valid.unsqueeze(1)
-        places = range(1, self.drafts.shape[1] + 2)
-        before = [seen_token(tokens, seen & (at.unsqueeze(1) == at.unsqueeze(2) - back)) for back in places]
+        distances = range(1, self.drafts.shape[1] + 2)
+        before = [seen_token(tokens, seen & (place.unsqueeze(1) == place.unsqueeze(2) - back)) for back in distances]
         logits = self.table[torch.where(before[1] < 0, len(self.table) - 1, before[1]), before[0].clamp(min=0)]
         known = before[0] >= 0
         for back, token in enumerate(before[1:]):
@@ -191,10 +191,10 @@ def exact_distribution(
     possible = torch.tensor(list(itertools.product(*[cells if forced < 0 else [forced] for forced in layout])))
     probabilities = torch.ones(len(possible), dtype=torch.float64)
     branches = [prompt] if request.guidance_scale == 1 else [prompt, negative]
-    for at in (i for i, forced in enumerate(layout) if forced < 0):
+    for index in (i for i, forced in enumerate(layout) if forced < 0):
         logits = []
         for start in branches:
-            tokens = torch.cat((torch.tensor(start).expand(len(possible), -1), possible), 1)[:, : len(start) + at]
+            tokens = torch.cat((torch.tensor(start).expand(len(possible), -1), possible), 1)[:, : len(start) + index]
             before = tokens[:, -2] if tokens.shape[1] > 1 else torch.full((len(possible),), vocab)
             logits.append(model.table[before, tokens[:, -1]])
         mixed = logits[0]
@@ -204,7 +204,7 @@ def exact_distribution(
         if request.suppress_tokens:
             allowed = torch.ones(vocab, dtype=torch.bool)
             allowed[list(request.suppress_tokens)] = False
-        probabilities *= probability(token_distribution(mixed, request, allowed), possible[:, at])
+        probabilities *= probability(token_distribution(mixed, request, allowed), possible[:, index])
     return possible, probabilities
 
 
@@ -236,10 +236,10 @@ def count_answers(answers: Tensor, possible: Tensor, base: int) -> np.ndarray:
     digits = base ** torch.arange(possible.shape[1])
     known, order = (possible * digits).sum(1).sort()
     numbers = (answers * digits).sum(1)
-    at = torch.searchsorted(known, numbers).clamp(max=len(known) - 1)
-    if (known[at] != numbers).any():
+    places = torch.searchsorted(known, numbers).clamp(max=len(known) - 1)
+    if (known[places] != numbers).any():
         raise AssertionError("a sampled answer is not among the possible answers")
-    return np.bincount(order[at].numpy(), minlength=len(possible))
+    return np.bincount(order[places].numpy(), minlength=len(possible))
 
 
 def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
@@ -251,9 +251,9 @@ def p_value(counts: np.ndarray, distribution: np.ndarray) -> float:
     small = expected < FEWEST
     cells = [np.append(values[~small], values[small].sum()) for values in (counts, expected)]
     if cells[1][-1] < FEWEST:  # the pool itself is too small: merge it into the smallest cell
-        at = cells[1][:-1].argmin()
+        smallest = cells[1][:-1].argmin()
         for values in cells:
-            values[at] += values[-1]
+            values[smallest] += values[-1]
         cells = [values[:-1] for values in cells]
     return float(stats.chisquare(*cells).pvalue) if len(cells[0]) > 1 else 1.0
 
@@ -329,7 +329,7 @@ def branching_samplers(drafter: TableModel) -> dict[str, CausalSampler]:
     """Create samplers with several drafts per slot, drafts from earlier answers, and chains that end early."""
     create = paradec.samplers.create
     return {
-        "sjd_pac": create("sjd_pac", window=4, siblings=3, branching_samplers=2),
+        "sjd_pac": create("sjd_pac", window=4, siblings=3, branching=2),
         "speculative, token recycling": create(
             "speculative", drafter=TokenRecycling(k=3, tree=(3, 2, 1)), rule="naive"
         ),
@@ -355,14 +355,14 @@ def cases() -> Iterator[tuple[str, CausalSampler, TableModel, dict[str, Any]]]:
         yield f"sjd, {init}; image, {what}", sampler, image, REQUESTS[what] | {"grid": GRID}
     for name in ("scd, gumbel", "speculative, window 4", "speculative, without_replacement tree"):
         yield f"{name}; image, temperature 1", samplers(small)[name], image, {"grid": GRID}
-    one, blocks = (OwnDrafter.near(TableModel.random(6, seed=6), seed=7, blocks=blocks) for blocks in (False, True))
+    causal, block_causal = (OwnDrafter.near(TableModel.random(6, seed=6), seed=7, blocks=b) for b in (False, True))
     for (what, request), rule in itertools.product(REQUESTS.items(), ("ratio", "match", "threshold")):
         settings = {"rule": "match", "threshold": 0.4} if rule == "threshold" else {"rule": rule}
         sampler = paradec.samplers.create("self_speculative", **settings)
         request = request | {"suppress_tokens": [5]}  # the last token is the mask, which is never drawn
-        yield f"self_speculative, {rule}; {what}", sampler, one, request
+        yield f"self_speculative, {rule}; {what}", sampler, causal, request
         if request.get("guidance_scale", 1) == 1:
-            yield f"self_speculative, {rule}, blocks of one; {what}", sampler, blocks, request
+            yield f"self_speculative, {rule}, blocks of one; {what}", sampler, block_causal, request
     for what, request in REQUESTS.items():
         if request.get("guidance_scale", 1) == 1:
             sampler = paradec.samplers.create("s2d2", route="span")

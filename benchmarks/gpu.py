@@ -64,8 +64,6 @@ SHAPES = {
                    "num_attention_heads": 28, "num_key_value_heads": 4},
     },
 }  # fmt: skip
-
-
 TINY = {
     "vocab_size": 9000, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -165,11 +163,11 @@ def reference_statistics(logits: Tensor) -> Tensor:
 
 
 def time_statistics(vocabulary: int, count: int, device: torch.device, copied: float, scale: Scale) -> dict[str, float]:
-    many = max(2, scale.working_set // (2 * count * vocabulary))
-    logits = [torch.randn(count, vocabulary, device=device).bfloat16() for _ in range(many)]
+    num = max(2, scale.working_set // (2 * count * vocabulary))
+    logits = [torch.randn(count, vocabulary, device=device).bfloat16() for _ in range(num)]
     fields, path = tuple(IN_ONE_READ), kernel_path(device)
-    kernel = milliseconds(lambda i: token_stats(logits[i % many], fields=fields, path=path), device, scale.repeats)
-    plain = milliseconds(lambda i: reference_statistics(logits[i % many]), device, min(5, scale.repeats))
+    kernel = milliseconds(lambda i: token_stats(logits[i % num], fields=fields, path=path), device, scale.repeats)
+    plain = milliseconds(lambda i: reference_statistics(logits[i % num]), device, min(5, scale.repeats))
     rate = logits[0].nbytes / (kernel * 1e-3)
     return {
         "kernel_ms": kernel,
@@ -316,8 +314,8 @@ class Steps:
         return {"eager_per_second": 1 / statistics.median(times[min(3, len(times) - 1) :])}
 
     def graphed(self, shorter: int = 0) -> dict[str, Any]:
-        """Time captured steps, with the host's wait after each; also compute the share of time outside of the model,
-        and whether the tokens equal those of `eager`. With `shorter`, prompts lack that many tokens."""
+        """Time captured steps, each with the host's wait; also return the share of time outside the model, and whether
+        the tokens equal those of `eager`. With `shorter`, prompts lack that many tokens; only the rate is returned."""
         state, batch = self.start(shorter), self.batch
         with torch.inference_mode():
             table = graphs.block_table(state)
@@ -379,8 +377,8 @@ class Steps:
             token = logits.argmax(-1)
             confidence = logits.to(torch.float64).softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
             confidence = torch.where(x == mask, confidence, -torch.inf)
-            at = confidence.argmax(1, keepdim=True)
-            x.scatter_(1, at, token.gather(1, at))
+            position = confidence.argmax(1, keepdim=True)
+            x.scatter_(1, position, token.gather(1, position))
 
         with torch.inference_mode():
             return {"plain_loop_per_second": 1e3 / milliseconds(step, self.device, min(6, self.scale.repeats), 2)}

@@ -175,7 +175,7 @@ def measure(section: Section, length: int, device: torch.device, scale: Scale) -
     lengths = np.array([length])
     first = generation_block(lengths, np.array([scale.new]), size)
 
-    def timed(run: Callable[[int], Any]) -> float:
+    def time_ms(run: Callable[[int], Any]) -> float:
         return milliseconds(run, device, scale.repeats, 2)
 
     def flash(_: int) -> Tensor:
@@ -195,13 +195,13 @@ def measure(section: Section, length: int, device: torch.device, scale: Scale) -
     def lists(share: float, _: int = 0) -> BlockIndex:
         return select_blocks(pooled, share, size, lengths=lengths, first=first)
 
-    dense, products = timed(flash), timed(layer_products(length, device, scale))
+    dense_ms, products = time_ms(flash), time_ms(layer_products(length, device, scale))
     # the step that finds the lists replaces a dense one
-    extra = timed(with_sums) + timed(means) + timed(partial(lists, 0.3)) - dense
+    extra = time_ms(with_sums) + time_ms(means) + time_ms(partial(lists, 0.3)) - dense_ms
     start = (length - scale.new) // size * size
     tiles = QueryTiles.from_positions(np.arange(start, start + scale.window)[None], None, size, device)
-    few = query[:, :, start : start + scale.window]
-    window = timed(lambda _: F.scaled_dot_product_attention(few, key, value))
+    window_query = query[:, :, start : start + scale.window]
+    window_ms = time_ms(lambda _: F.scaled_dot_product_attention(window_query, key, value))
     rows = []
     for share in SHARES:
         index = lists(share)
@@ -210,30 +210,31 @@ def measure(section: Section, length: int, device: torch.device, scale: Scale) -
             return sparse_attention(query, key, value, index, backend=backend)
 
         def part(_: int, index: BlockIndex = index) -> Tensor:
-            return sparse_attention(few, key, value, index, tiles=tiles, backend=backend)
+            return sparse_attention(window_query, key, value, index, tiles=tiles, backend=backend)
 
         density = float(index.count.double().mean()) / math.ceil(length / size)
-        each = timed(sparse)
+        sparse_ms = time_ms(sparse)
         row: dict[str, Any] = {
             "length": length,
             "select": share,
             "density": density,
-            "flash_ms": dense,
-            "sparse_ms": each,
-            "speed_up": dense / each,
+            "flash_ms": dense_ms,
+            "sparse_ms": sparse_ms,
+            "speed_up": dense_ms / sparse_ms,
             "ideal": 1 / density,
-            "estimation": extra / dense,
-            "window_speed_up": window / timed(part),
+            "estimation": extra / dense_ms,
+            "window_speed_up": window_ms / time_ms(part),
             "list_bytes": index.nbytes,
         }
         for steps in STEPS:
             full = int(steps * SKIP) + 2
-            together = full * (products + dense) + extra + (steps - full) * (products + each)
-            row[f"end_to_end_{steps}"] = steps * (products + dense) / together
+            together = full * (products + dense_ms) + extra + (steps - full) * (products + sparse_ms)
+            row[f"end_to_end_{steps}"] = steps * (products + dense_ms) / together
 
         def flexed(sparse: Callable[..., Tensor] = sparse) -> dict[str, float]:
             difference = float((sparse(backend="flex") - sparse()).abs().max())
-            return {"flex_speed_up": dense / timed(lambda i: sparse(i, backend="flex")), "flex_difference": difference}
+            flex_ms = time_ms(lambda i: sparse(i, backend="flex"))
+            return {"flex_speed_up": dense_ms / flex_ms, "flex_difference": difference}
 
         if share == FLEX_SHARE:
             row |= section.attempt(f"flex_attention at {length}", flexed) or {}

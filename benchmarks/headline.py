@@ -5,10 +5,10 @@
 A sampler that commits a fixed number of tokens per step fills whole blocks. The packaged model's answers have 7.6
 tokens on average, so in blocks of 32 most forwards only commit padding. This benchmark runs every such sampler with
 one, two or four tokens per step in blocks of several lengths, and with one token per step also in blocks that end where
-the model predicts the end of the text. On the prompts of benchmarks/results/compare.json, the setting with the fewest
-forwards is chosen among those that lose at most `MAX_LOSS` right answers to `threshold` at its defaults. It is then
-measured on the other prompts of benchmarks/compare_heldout.py. The block length of the baseline, one token per step, is
-chosen in the same way.
+the model predicts the end of the text. On the prompts of benchmarks/results/compare.json, each sampler's setting with
+the fewest forwards is chosen among those that lose at most `MAX_LOSS` right answers to `threshold` at its defaults. It
+is then measured on the other prompts of benchmarks/compare_heldout.py. The block length of the baseline, one token per
+step, is chosen in the same way.
 
 Writes benchmarks/results/headline.json.
 """
@@ -47,7 +47,7 @@ def candidates(sampler: str, end: int) -> list[Configuration]:
     return [*entries, Configuration(sampler, {"blocks": AdaptiveBlocks(32, delimiters=(end,))})]
 
 
-def row(result: Any) -> dict[str, Any]:
+def to_row(result: Any) -> dict[str, Any]:
     right, total = result.right()
     changes = dict(result.configuration.changes)
     if "blocks" in changes:
@@ -72,30 +72,30 @@ def main() -> None:
     (end,) = model.facts.eos_token_ids
     questions = evaluation.packaged_questions(limit=12)
 
-    def measured(configurations: list[Configuration], prompts: Any) -> list[dict[str, Any]]:
+    def measure(configurations: list[Configuration], prompts: Any) -> list[dict[str, Any]]:
         shared = {"batch": arguments.batch, "progress": show_progress}
         comparison = evaluation.compare(model, names=configurations, questions=prompts, **shared)
-        return [row(result) for result in comparison.results]
+        return [to_row(result) for result in comparison.results]
 
-    choosing = measured([each for name in SCHEDULES for each in candidates(name, end)], questions)
+    choosing = measure([configuration for name in SCHEDULES for configuration in candidates(name, end)], questions)
     least = choosing[0]["right"] - MAX_LOSS
-    one = [row for row in choosing if row["sampler"] == BASELINE and "steps" not in row["changes"]]
-    best_rows = [best(one, least)]
+    baseline_rows = [row for row in choosing if row["sampler"] == BASELINE and "steps" not in row["changes"]]
+    best_rows = [best(baseline_rows, least)]
     for name in SCHEDULES:
         of_sampler = [row for row in choosing[1:] if row["sampler"] == name]
         if any(row["right"] >= least for row in of_sampler):
             best_rows.append(best(of_sampler, least))
     policies = {"end at the end token": AdaptiveBlocks(32, delimiters=(end,))}
-    wanted = []
-    for row_ in sorted(best_rows, key=lambda row: "blocks" in row["changes"]):
-        changes = {name: policies.get(value, value) for name, value in row_["changes"].items()}
-        wanted.append(Configuration(row_["sampler"], changes))
-    wanted.append(Configuration(BASELINE, {"block_length": 32}))  # the cost of filling whole blocks
-    reporting = measured(wanted, other_questions())
+    chosen = []
+    for best_row in sorted(best_rows, key=lambda row: "blocks" in row["changes"]):
+        changes = {name: policies.get(value, value) for name, value in best_row["changes"].items()}
+        chosen.append(Configuration(best_row["sampler"], changes))
+    chosen.append(Configuration(BASELINE, {"block_length": 32}))  # the cost of filling whole blocks
+    reporting = measure(chosen, other_questions())
     result = {"baseline": best_rows[0]["changes"], "fewer": MAX_LOSS, "choosing": choosing, "reporting": reporting}
     write_result(RESULTS / "headline.json", result)
-    for row_ in reporting:
-        print(row_["sampler"], row_["changes"], row_["right"], round(row_["forwards"], 2), round(row_["tokens"], 2))
+    for row in reporting:
+        print(row["sampler"], row["changes"], row["right"], round(row["forwards"], 2), round(row["tokens"], 2))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ SHAPES |= {"ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH), "ffn_down": (WI
 SHAPES |= {"attn_norm": (WIDTH,), "ffn_norm": (WIDTH,)}
 STEP = re.compile(rb"diffusion step: (\d+)/")
 TICKS = os.sysconf("SC_CLK_TCK")
-OURS = {
+WAYS = {
     "no cache": {"sampler": "low_confidence"},
     "dual": {"sampler": "low_confidence", "cache": "dual"},
     "dual, 2.5 tokens a step": {"sampler": "low_confidence", "cache": "dual", "per_step": FAST},
@@ -192,7 +192,7 @@ def work(source: str, threads: int) -> None:
             model(Query(np.array([0]), ids.unsqueeze(0), torch.arange(length).unsqueeze(0)))
             report(forwards=1)
         else:
-            tokens, request = task["tokens"], dict(OURS[task["way"]])
+            tokens, request = task["tokens"], dict(WAYS[task["way"]])
             steps = -(-tokens // request.pop("per_step", 1))
             settings = {"max_new_tokens": tokens, "block_length": BLOCK, "steps": int(steps), "eos_early_stop": False}
             report(forwards=int(paradec.generate(model, ids.tolist(), **settings, **request).nfe))
@@ -246,20 +246,19 @@ def measure(arguments: argparse.Namespace, files: dict[str, Path]) -> list[dict[
         print(rows[-1], file=sys.stderr, flush=True)
 
     for threads in arguments.threads:
-        ours = ParadecProcess(files["Q8_0"], threads)
+        worker = ParadecProcess(files["Q8_0"], threads)
         for turn in range(arguments.turns):
             for task in tasks:
-                runs = [("paradec", {"way": way}) for way in (OURS if "tokens" in task else ["forward"])]
+                runs = [("paradec", {"way": way}) for way in (WAYS if "tokens" in task else ["forward"])]
                 runs += [(f"llama.cpp {kind}", {}) for kind in arguments.kinds]
                 for program, way in runs if turn % 2 == 0 else reversed(runs):
                     if program == "paradec":
-                        times = ours.run(**task, **way)
+                        times = worker.run(**task, **way)
                     else:
                         times = time_cli(arguments.cli, files[program.split()[1]], threads, **task)
                     record(program, threads, turn=turn, **task, **way, **times)
-        record(
-            "paradec", threads, **{f"load_{name}" if name != "memory" else name: v for name, v in ours.close().items()}
-        )
+        loaded = worker.close()
+        record("paradec", threads, load_wall=loaded["wall"], load_cpu=loaded["cpu"], memory=loaded["memory"])
     if arguments.save:
         save_bfloat16(files["Q8_0"], arguments.folder / "bfloat16")
         loaded = ParadecProcess(arguments.folder / "bfloat16", 1).close()

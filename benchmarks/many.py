@@ -70,10 +70,10 @@ class Meter:
         begin = time.process_time(), time.perf_counter()
         groups: Iterable[list[dict[str, Any]]] = [entries]
         if fixed:
-            groups = [entries[at : at + self.size] for at in range(0, len(entries), self.size)]
+            groups = [entries[first : first + self.size] for first in range(0, len(entries), self.size)]
         tickets = []
         for group in groups:
-            tickets += [self.batch.add(**each) for each in group]
+            tickets += [self.batch.add(**arguments) for arguments in group]
             while self.batch.occupied or self.batch.waiting:
                 ended = self.batch.step()
                 self.steps += 1
@@ -116,13 +116,13 @@ def compare(model: Any, count: int, size: int, longest: int, calls_per_step: int
     entries = prompts(count, longest)
     equal = 0
     answers: dict[str, list[Ticket]] = {name: [] for name in meters}
-    for turn, at in enumerate(range(0, count, TURN)):
+    for turn, first in enumerate(range(0, count, TURN)):
         order = list(meters) if turn % 2 else list(meters)[::-1]
         for name in order:
-            answers[name] += meters[name].run(entries[at : at + TURN], fixed=name == "fixed")
-    for one, other in zip(*answers.values(), strict=True):
-        assert one.output is not None and other.output is not None
-        equal += torch.equal(one.output.new_tokens, other.output.new_tokens)
+            answers[name] += meters[name].run(entries[first : first + TURN], fixed=name == "fixed")
+    for refilled, fixed in zip(*answers.values(), strict=True):
+        assert refilled.output is not None and fixed.output is not None
+        equal += torch.equal(refilled.output.new_tokens, fixed.output.new_tokens)
     results = {name: meter.result() for name, meter in meters.items()}
     ratio = {key: results["fixed"][key] / results["refilled"][key] for key in results["fixed"] if key != "occupancy"}
     return {

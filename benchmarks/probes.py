@@ -35,7 +35,7 @@ from typing import Any
 import diffusers
 import torch
 from provenance import RESULTS, write_result
-from taylorseer import build as smaller
+from taylorseer import build as build_taylorseer
 from taylorseer import denoise, forecasting, inputs
 from torch import Tensor, nn
 
@@ -62,7 +62,7 @@ def even(steps: int, count: int) -> list[int]:
 def build(name: str) -> nn.Module:
     """Build the packaged transformer, or one of five blocks with random, nonzero weights."""
     if name == "digits":
-        return smaller(name)
+        return build_taylorseer(name)
     torch.manual_seed(0)
     made: Any
     if name == "FLUX":
@@ -181,7 +181,7 @@ def run(name: str, module: nn.Module, settings: Settings | None, steps: int, see
     return {"latent": latent, "seconds": seconds, "evaluated": share, "blocks": blocks}
 
 
-def away(name: str, latent: Tensor, seed: int, plain: dict[int, Tensor]) -> float:
+def latent_error(name: str, latent: Tensor, seed: int, plain: dict[int, Tensor]) -> float:
     """Compute the error of a latent; `plain` has the full runs' latents by seed."""
     return float((latent - plain[seed]).norm() / (plain[seed] - call_inputs(name, seed)["hidden_states"]).norm())
 
@@ -192,9 +192,9 @@ def interval(values: list[float]) -> list[float]:
     return [statistics.fmean(values), half]
 
 
-def ratio(errors: list[float], beside: list[float]) -> list[float]:
+def ratio(errors: list[float], base_errors: list[float]) -> list[float]:
     """Compute the geometric mean of errors / beside, seed by seed, and its 95 % interval."""
-    mean, half = interval([math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(errors, beside, strict=True)])
+    mean, half = interval([math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(errors, base_errors, strict=True)])
     return [math.exp(mean), math.exp(mean - half), math.exp(mean + half)]
 
 
@@ -204,8 +204,8 @@ def choose(name: str, module: nn.Module, ratios: Any, steps: int, seeds: list[in
 
     def measure(settings: Settings) -> tuple[float, float, Settings]:
         runs = [run(name, module, settings, steps, seed) for seed in seeds]
-        errors = [away(name, one["latent"], seed, plain) for one, seed in zip(runs, seeds, strict=True)]
-        return statistics.fmean(one["evaluated"] for one in runs), statistics.fmean(errors), settings
+        errors = [latent_error(name, result["latent"], seed, plain) for result, seed in zip(runs, seeds, strict=True)]
+        return statistics.fmean(result["evaluated"] for result in runs), statistics.fmean(errors), settings
 
     candidates = {way: [measure(entry) for entry in settings] for way, settings in ways(steps).items()}
     for way, settings_of in rules(ratios, steps).items():
@@ -237,7 +237,7 @@ def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
         calibrate_magcache(module, lambda seed=seed: denoise(name, module, call_inputs(name, seed), steps))
         for seed in choosing
     ]
-    means = MagRatios(tuple(statistics.fmean(values) for values in zip(*(one.values for one in ratios), strict=True)))
+    means = MagRatios(tuple(statistics.fmean(values) for values in zip(*(run.values for run in ratios), strict=True)))
     chosen = choose(name, module, means, steps, choosing, plain)
     contestants: dict[Any, Settings] = {(way, budget): s for way, by in chosen.items() for budget, s in by.items()}
     contestants |= {(way, None): settings for way, settings in published(means, steps).items()}
@@ -246,20 +246,20 @@ def rank(name: str, steps: int, seeds: int) -> list[dict[str, Any]]:
         for key in runs:  # take turns
             runs[key].append(run(name, module, contestants.get(key), steps, seed))
     errors = {
-        key: [away(name, one["latent"], seed, plain) for one, seed in zip(runs[key], reporting, strict=True)]
+        key: [latent_error(name, out["latent"], seed, plain) for out, seed in zip(runs[key], reporting, strict=True)]
         for key in contestants
     }
     rows = []
     for way, budget in contestants:
-        mine = runs[way, budget]
+        way_runs = runs[way, budget]
         row = {
             "model": name,
             "budget": budget,
             "way": way,
             "error": interval(errors[way, budget]),
-            "evaluated": statistics.fmean(one["evaluated"] for one in mine),
-            "blocks": statistics.fmean(one["blocks"] for one in mine),
-            "cpu": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(mine, runs[None], strict=True)),
+            "evaluated": statistics.fmean(result["evaluated"] for result in way_runs),
+            "blocks": statistics.fmean(result["blocks"] for result in way_runs),
+            "cpu": statistics.median(a["seconds"] / b["seconds"] for a, b in zip(way_runs, runs[None], strict=True)),
         }
         if budget is not None:
             row["over_even"] = ratio(errors[way, budget], errors[EVEN, budget])

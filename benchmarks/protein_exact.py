@@ -59,14 +59,14 @@ def assemble(structures: dict[str, Structure]) -> Structure:
     """Place the chains `ASSEMBLED` side by side along x, and cut the structure after `LONG` residues."""
     coordinates, sequence, chains, edge = [], "", "", 0.0
     for name, label in zip(ASSEMBLED, "ABCDE", strict=True):
-        one = structures[name]
-        at = one.coordinates.clone()
-        at -= at.nanmean((0, 1))
-        x = at[..., 0].nan_to_num(0.0)
-        at[..., 0] += edge - x.min()
+        structure = structures[name]
+        placed = structure.coordinates.clone()
+        placed -= placed.nanmean((0, 1))
+        x = placed[..., 0].nan_to_num(0.0)
+        placed[..., 0] += edge - x.min()
         edge += float(x.max() - x.min()) + GAP
-        coordinates.append(at)
-        sequence, chains = sequence + one.sequence, chains + label * len(one)
+        coordinates.append(placed)
+        sequence, chains = sequence + structure.sequence, chains + label * len(structure)
     return Structure(torch.cat(coordinates)[:LONG], sequence[:LONG], chains[:LONG], name="assembled")
 
 
@@ -130,11 +130,10 @@ def public_sample(folder: Path, weights: Path) -> Callable[[Structure, int, int]
     return sample
 
 
-def timed(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turns: int) -> dict[str, float]:
+def time_ratios(model: ProteinMPNNModel, sample: Callable[..., None], count: int, turns: int) -> dict[str, float]:
     """Measure paradec's CPU time over the public code's, turn by turn, for "both" (encoding and decoding) and
-    "decoding"."""
+    "decoding"; also the machine's load."""
     structure = model.structures[0]
-
     seconds: dict[str, list[float]] = {"both": [], "decoding": [], "public": []}
     for turn in range(turns + 1):
         times = [time.process_time()]
@@ -183,7 +182,7 @@ def main() -> None:
                 result["designs"].append({"chain": name, "temperature": temperature, "sampler": line} | entry)
         row = {"chain": name, "residues": len(structure)}
         for count in (1, 8) if sample is not None else ():
-            row |= timed(model, sample, count, TURNS if len(structure) < LONG else 2)
+            row |= time_ratios(model, sample, count, TURNS if len(structure) < LONG else 2)
         result["chains"].append(row)
         print(row, file=sys.stderr, flush=True)
         write_result(arguments.out, result)

@@ -55,7 +55,7 @@ def read_result(path: Path) -> Any:
 def _to_text(value: Any, indent: str) -> str:
     inner = indent + " "
     if isinstance(value, dict) and value:
-        lines = [f"{json.dumps(name)}: {_to_text(each, inner)}" for name, each in value.items()]
+        lines = [f"{json.dumps(name)}: {_to_text(entry, inner)}" for name, entry in value.items()]
         return "{\n" + ",\n".join(inner + line for line in lines) + f"\n{indent}}}"
     if isinstance(value, list | tuple) and value and all(isinstance(row, dict) for row in value):
         names = list(dict.fromkeys(name for row in value for name in row))

@@ -111,7 +111,7 @@ def main() -> None:
         wait("a worker to replace it", lambda: first.poll() is not None or len(list(workers.iterdir())) >= 3)
         num_parts = count_parts(answers)
         wait("further parts", lambda: first.poll() is not None or count_parts(answers) >= num_parts + 3)
-        over = first.poll() is not None
+        ended_early = first.poll() is not None
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
         wait("the end of the workers", lambda: not running(workers), 60)
@@ -132,7 +132,7 @@ def main() -> None:
     if args.out:
         write_result(args.out, result)
     right = result["answered"] == args.rows and not result["twice"] and not result["differ"]
-    sys.exit(0 if right and not over and 0 < half < args.rows else 1)
+    sys.exit(0 if right and not ended_early and 0 < half < args.rows else 1)
 
 
 def collect(folder: Path) -> dict[int, list[str]]:

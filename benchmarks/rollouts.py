@@ -90,9 +90,9 @@ def measure(topology: str, setting: dict[str, Any], turns: int) -> dict[str, Any
             run()
             seconds[name].append(time.process_time() - begin)
     entry: dict[str, Any] = {"error": error}
-    for name, each in seconds.items():
-        low, middle, high = statistics.quantiles(each, n=4)
-        ratio = statistics.median(a / b for a, b in zip(each, seconds["decode"], strict=True))
+    for name, times in seconds.items():
+        low, middle, high = statistics.quantiles(times, n=4)
+        ratio = statistics.median(a / b for a, b in zip(times, seconds["decode"], strict=True))
         entry[name] = {"positions": evaluated[name], "seconds": [low, middle, high], "of decode": ratio}
     return entry
 
@@ -109,10 +109,10 @@ def main() -> None:
     for topology in args.models:
         for steps, setting in MODELS[topology].items():
             entry = result[f"{topology}, {steps}"] = measure(topology, setting, args.turns)
-            for name, each in entry.items():
+            for name, cost in entry.items():
                 if name != "error":
-                    low, middle, high = each["seconds"]
-                    cells = f"{each['positions']:,} | {middle:.2f} ({low:.2f} to {high:.2f}) | {each['of decode']:.2f}"
+                    low, middle, high = cost["seconds"]
+                    cells = f"{cost['positions']:,} | {middle:.2f} ({low:.2f} to {high:.2f}) | {cost['of decode']:.2f}"
                     print(f"| {topology} | {steps} | {name} | {cells} |", flush=True)
     write_result(args.out, result)
 

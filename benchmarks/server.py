@@ -245,7 +245,7 @@ async def misbehave(port: int, prompts: list[str], counts: dict[str, int], wrong
     unexpected statuses to `wrong`."""
     limit = asyncio.Semaphore(8)
 
-    async def one(number: int) -> None:
+    async def run_client(number: int) -> None:
         name = list(BAD)[number % len(BAD)]
         act, expected = BAD[name]
         async with limit:
@@ -254,7 +254,7 @@ async def misbehave(port: int, prompts: list[str], counts: dict[str, int], wrong
         if status != expected:
             wrong.append(f"{name}: status {status}, not {expected}")
 
-    await asyncio.gather(*(one(number) for number in range(len(prompts))))
+    await asyncio.gather(*(run_client(number) for number in range(len(prompts))))
 
 
 async def attack(port: int, bodies: list[bytes], counts: dict[str, int], wrong: list[str]) -> None:
@@ -262,7 +262,7 @@ async def attack(port: int, bodies: list[bytes], counts: dict[str, int], wrong: 
     expected client errors."""
     limit = asyncio.Semaphore(8)
 
-    async def one(body: bytes) -> None:
+    async def send_body(body: bytes) -> None:
         async with limit:
             try:
                 status = await asyncio.to_thread(send_raw, port, body)
@@ -272,7 +272,7 @@ async def attack(port: int, bodies: list[bytes], counts: dict[str, int], wrong: 
         if status not in (200, 400, 404, 422):
             wrong.append(f"hostile: status {status} for {body[:300]!r}")
 
-    await asyncio.gather(*(one(body) for body in bodies))
+    await asyncio.gather(*(send_body(body) for body in bodies))
 
 
 def main() -> None:
@@ -287,10 +287,10 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, help="with --url: most tokens of an answer; by default the server's")
     args = parser.parse_args()
     if args.url:
-        key, asked = os.environ.get("OPENAI_API_KEY") or "none", make_prompts(args.requests)
+        key, questions = os.environ.get("OPENAI_API_KEY") or "none", make_prompts(args.requests)
         options = {"model": args.model, "key": key} | ({"max_tokens": args.max_tokens} if args.max_tokens else {})
         try:
-            measured = asyncio.run(load(args.url, asked, None, args.at_once, **options))
+            measured = asyncio.run(load(args.url, questions, None, args.at_once, **options))
         except OpenAIError as error:
             parser.error(f"--url {args.url}: {error}")
         del measured["differ"]
@@ -300,7 +300,7 @@ def main() -> None:
         sys.exit(1 if measured["lost"] else 0)
 
     model, prompts = paradec.load(), make_prompts(AT_ONCE)
-    texts = [text for at in range(0, AT_ONCE, 50) for text in paradec.generate(model, prompts[at : at + 50]).text]
+    texts = [text for k in range(0, AT_ONCE, 50) for text in paradec.generate(model, prompts[k : k + 50]).text]
     server = Server(args.batch)
     try:
         asyncio.run(load(server.url, prompts, texts, 64))  # warm up: one-time work and threads
@@ -311,21 +311,21 @@ def main() -> None:
         print("together:", json.dumps(together), flush=True)
 
         async def both(count: int, bad: Any) -> dict[str, Any]:
-            asked = [prompts[number % AT_ONCE] for number in range(count)]
+            questions = [prompts[number % AT_ONCE] for number in range(count)]
             answers = [texts[number % AT_ONCE] for number in range(count)]
-            good, _ = await asyncio.gather(load(server.url, asked, answers, 16), bad(asked))
-            return good
+            costs, _ = await asyncio.gather(load(server.url, questions, answers, 16), bad(questions))
+            return costs
 
         counts: dict[str, int] = {}
         wrong: list[str] = []
-        some = max(len(BAD), (args.requests - 248) // 2)
-        good = asyncio.run(both(some, lambda asked: misbehave(server.port, asked, counts, wrong)))
-        print("among bad ones:", json.dumps(good), counts, wrong[:5], flush=True)
+        num_good = max(len(BAD), (args.requests - 248) // 2)
+        among_bad = asyncio.run(both(num_good, lambda clients: misbehave(server.port, clients, counts, wrong)))
+        print("among bad ones:", json.dumps(among_bad), counts, wrong[:5], flush=True)
         memory = server.megabytes()
         bodies = hostile.bodies(args.hostile, prompts[0])
-        beside = asyncio.run(both(args.hostile // 4, lambda _: attack(server.port, bodies, counts, wrong)))
+        among_hostile = asyncio.run(both(args.hostile // 4, lambda _: attack(server.port, bodies, counts, wrong)))
         memory = server.megabytes() - memory
-        print("among hostile ones:", json.dumps(beside), counts, f"{memory:+} MB", wrong[:5], flush=True)
+        print("among hostile ones:", json.dumps(among_hostile), counts, f"{memory:+} MB", wrong[:5], flush=True)
         after = server.wait_for_release(before)
         ends = {name: value for name, value in server.metrics().items() if name.startswith("paradec_answers_total")}
     finally:
@@ -334,8 +334,8 @@ def main() -> None:
         "batch": args.batch,
         "one_at_a_time": alone,
         "together": together,
-        "among_bad_ones": good,
-        "among_hostile_ones": beside,
+        "among_bad_ones": among_bad,
+        "among_hostile_ones": among_hostile,
         "megabytes_more": memory,
         "bad": counts,
         "wrong_status": len(wrong),
@@ -345,7 +345,7 @@ def main() -> None:
     }
     write_result(args.out or RESULT, result)
     is_released = all(after[name] <= before[name] for name in before) and memory <= 300
-    right = all(part["lost"] == part["differ"] == 0 for part in (alone, together, good, beside))
+    right = all(part["lost"] == part["differ"] == 0 for part in (alone, together, among_bad, among_hostile))
     print(json.dumps({"nothing_left": is_released, "all_right": right, "wrong_status": len(wrong)}))
     sys.exit(0 if is_released and right and not wrong else 1)
 

@@ -117,10 +117,10 @@ def measure_methods(name: str, budgets: list[int], seeds: int, runs: int) -> lis
             if best is not None:
                 ways[way] = best
         measured = {way: measure(pipe, run, sampler, reporting, full) for way, sampler in ways.items()}
-        for way, one in measured.items():
-            error, ratio_to_even = interval(one["errors"]), ratio(one["errors"], measured[EVEN]["errors"])
+        for way, result in measured.items():
+            error, ratio_to_even = interval(result["errors"]), ratio(result["errors"], measured[EVEN]["errors"])
             row = {"model": name, "budget": budget, "way": way, "error": error, "over_even": ratio_to_even}
-            rows.append(row | {"evaluated": one["evaluated"]})
+            rows.append(row | {"evaluated": result["evaluated"]})
             print(rows[-1], flush=True)
     return rows
 

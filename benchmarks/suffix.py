@@ -48,7 +48,7 @@ QUALITY = tuple((slots, suffix) for slots in (32, 128) for suffix in (None, "8",
 VOCAB = 200
 
 
-def turn(model: Model, prompt: list[int], answer: int, cache: str, suffix: str | None) -> dict[str, float]:
+def decode_once(model: Model, prompt: list[int], answer: int, cache: str, suffix: str | None) -> dict[str, float]:
     """Decode once; return CPU seconds, positions evaluated and forwards."""
     begin = time.process_time()
     out = paradec.generate(
@@ -75,15 +75,15 @@ def cost() -> None:
         turns: dict[Any, list[dict[str, float]]] = {way: [] for way in WAYS}
         for _ in range(3 if answer <= 512 else 1):
             for way in WAYS:
-                turns[way].append(turn(model, prompt, answer, *way))
+                turns[way].append(decode_once(model, prompt, answer, *way))
         for way, turn_rows in turns.items():
             base = turns[way[0], None]
             row = {"answer": answer, "cache": way[0], "suffix": way[1], "turns": len(turn_rows)}
             row |= {"positions": turn_rows[0]["positions"], "nfe": turn_rows[0]["nfe"]}
             row["of_positions"] = turn_rows[0]["positions"] / base[0]["positions"]
-            seconds = [each["cpu"] for each in turn_rows]
+            seconds = [run["cpu"] for run in turn_rows]
             row |= {"cpu_seconds": statistics.median(seconds), "cpu_spread": max(seconds) / min(seconds)}
-            rows.append(row | {"of_cpu": statistics.median(seconds) / statistics.median(each["cpu"] for each in base)})
+            rows.append(row | {"of_cpu": statistics.median(seconds) / statistics.median(run["cpu"] for run in base)})
             print(rows[-1], flush=True)
     settings = {"prompt": PROMPT, "block": BLOCK, "steps_per_block": STEPS}
     device = f"cpu ({platform.machine()}), 1 thread"

@@ -61,7 +61,7 @@ def cross_table(corner: str, cells: Cells, missing: str) -> str:
     """Format cells by row and column as a table. `corner` is the heading over the rows' names; if the names fill two
     columns ("a | b"), so does it. `missing` is the text of cells without a value."""
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
-    rows = ({"cells": " | ".join([name, *(row.get(each, missing) for each in columns)])} for name, row in cells.items())
+    rows = ({"cells": " | ".join([name, *(row.get(head, missing) for head in columns)])} for name, row in cells.items())
     return table(rows, " | ".join([corner, *columns]).lstrip(), "{cells}")
 
 
@@ -110,8 +110,8 @@ def heldout_table(first: Row, second: Row) -> str:
     for row in second["results"]:
         if second["chosen"].get(row["sampler"]) == row["changes"]:
             values = {"setting": describe_changes(row["changes"]), "share": row["forwards"] / base["forwards"]}
-            both = before[row["sampler"], values["setting"]], row
-            values["right"] = [each["one_answer"][0] + each["many_answers"][0] for each in both]
+            results = before[row["sampler"], values["setting"]], row
+            values["right"] = [result["one_answer"][0] + result["many_answers"][0] for result in results]
             rows.append(row | values | {"bounds": [num_prompts * share for share in row["interval"]]})
     rows.sort(key=lambda row: row["forwards"])
     head = f"sampler | setting | chosen by: right of {num_prompts} | right of {num_prompts} others | 95 % | forwards"
@@ -137,12 +137,12 @@ def _cases(data: Row) -> list[Row]:
     cases = []
     for name, case in data["cases"].items():
         contestants = {row["name"]: row for row in case["contestants"]}
-        peer, ours = list(contestants)[-1], contestants["paradec"]
-        same = ours.get("compared_with")
+        peer, entry = list(contestants)[-1], contestants["paradec"]
+        same = entry.get("compared_with")
         tokens = "drawn" if same is None else "equal" if same["equal"] else "differ"
         bare = contestants.get("matrix products alone", {}).get(f"cpu_over_{peer}", [None] * 3)[1]
-        row = {"case": name, "peer": peer, "ours": ours, "theirs": contestants[peer], "tokens": tokens, "bare": bare}
-        cases.append(case | row | {key: ours.get(f"{key}_{peer}") for key in ("cpu_over", "wall_over", "cpu_beyond")})
+        row = {"case": name, "peer": peer, "ours": entry, "theirs": contestants[peer], "tokens": tokens, "bare": bare}
+        cases.append(case | row | {key: entry.get(f"{key}_{peer}") for key in ("cpu_over", "wall_over", "cpu_beyond")})
     return cases
 
 
@@ -152,7 +152,7 @@ PEAKS = "{ours[peak_mib]:.0f} / {theirs[peak_mib]:.0f}"
 def peers_text_table(data: Row) -> str:
     """Whole answers compared with public decoders of LLaDA and Dream, with quartiles."""
     rows = _cases(data)
-    head = "beside | CPU time over theirs | wall time over theirs | peak MiB, ours / theirs | tokens"
+    head = "case | CPU time over theirs | wall time over theirs | peak MiB, ours / theirs | tokens"
     cells = f"{{case}} | {{cpu_over:q}} | {{wall_over:q}} | {PEAKS} | {{tokens}}"
     if rows[0]["bare"] is not None:
         head += " | products alone | (ours - products) / (theirs - products)"
@@ -232,7 +232,7 @@ def protein_exact_table(data: Row) -> str:
     rows = []
     for row in data["chains"]:
         calls = [calls_of[(row["chain"], *case)] for case in columns]
-        rows.append(row | {"calls": " | ".join(f"{median(each):g} ({max(each)})" for each in calls)})
+        rows.append(row | {"calls": " | ".join(f"{median(counts):g} ({max(counts)})" for counts in calls)})
     head = "chain | residues | `jacobi` at 0.001 | 0.1 | 1 | in chain order | `sjd` | `scd` | CPU time, 1 design"
     cells = "{chain} | {residues} | {calls} | {decoding_1:.2f} | {both_1:.2f} | {decoding_8:.2f} | {both_8:.2f}"
     return table(rows, head + " | with encoding | 8 designs | with encoding", cells)
@@ -371,9 +371,9 @@ def canvases_table(data: Row) -> str:
     """Rows, calls and times compared with transformers' lock step, from `benchmarks/canvases.py --part schedule`."""
     rows = []
     for row in data["schedule"]["rows"]:
-        ours = next(each for each in row["encode_wait"] if each["wait"] == row["default_wait"])
-        calls = [each["decoder_calls"] + each["encoder_calls"] for each in (row["transformers"], ours)]
-        rows.append(row | {"ours": ours, "calls": calls, "with_ends": "yes" if row["ends"] else "no"})
+        default = next(result for result in row["encode_wait"] if result["wait"] == row["default_wait"])
+        calls = [result["decoder_calls"] + result["encoder_calls"] for result in (row["transformers"], default)]
+        rows.append(row | {"ours": default, "calls": calls, "with_ends": "yes" if row["ends"] else "no"})
     head = "settles | ends | steps a canvas | rows: transformers | ours | fewer | fewer on the same paths"
     cells = (
         "{settles} | {with_ends} | {steps_per_canvas[mean]} ({steps_per_canvas[low]} to {steps_per_canvas[high]}) | "
@@ -404,7 +404,7 @@ def canvases_memory_table(data: Row) -> str:
     return table(rows, head, "{who} | {rows} | {peak:MiB} | {by_stage}")
 
 
-def steps_table(data: Row, part: str) -> str:
+def token_stats_table(data: Row, part: str) -> str:
     """One part of the result of benchmarks/token_stats.py; times are multiples of the first row's."""
     cells: Cells = defaultdict(dict)
     for name, row in data[part].items():
@@ -606,9 +606,9 @@ def render_files() -> dict[str, str]:
         ),
         "taylorseer": taylorseer[0],
         "taylorseer_costs": taylorseer[1],
-        "token_stats_over_softmax": steps_table(token_stats, "over_softmax"),
-        "token_stats_draws": steps_table(token_stats, "draws"),
-        "token_stats_steps": steps_table(token_stats, "steps"),
+        "token_stats_over_softmax": token_stats_table(token_stats, "over_softmax"),
+        "token_stats_draws": token_stats_table(token_stats, "draws"),
+        "token_stats_steps": token_stats_table(token_stats, "steps"),
         "peers_rule": peers_rule_table(_result("peers_rule")),
         "peers_pictures": peers_pictures_table(
             *(_result(f"peers_pictures_{size}") for size in ("tiny", "wide", "deep"))

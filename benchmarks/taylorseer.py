@@ -156,7 +156,7 @@ def cache_dit_hook(module: nn.Module, name: str) -> Iterator[Any]:
         yield start, dict
 
 
-def ours(settings: dict[str, Any]) -> Attached:
+def paradec_forecast(settings: dict[str, Any]) -> Attached:
     """Build an `Attached` with paradec's `Forecast`."""
 
     @contextlib.contextmanager
@@ -231,7 +231,7 @@ def main() -> None:
         "cache-dit, DBCache + Taylor": cache_dit_hook,
     }
     methods |= {
-        f"paradec, {label}, {name} schedule": ours({"when": rule, **settings})
+        f"paradec, {label}, {name} schedule": paradec_forecast({"when": rule, **settings})
         for label, settings in FORECASTS.items()
         for name, rule in zip(SCHEDULES, schedules, strict=True)
     }

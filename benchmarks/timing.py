@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
+def time_call(run: Callable[[], Any]) -> tuple[Any, float, float]:
     """Call run(); return its result, CPU seconds of the process, and wall seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = run()

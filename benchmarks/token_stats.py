@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from provenance import write_result
-from timing import processor, timed
+from timing import processor, time_call
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -180,18 +180,18 @@ def measure_parts(vocabulary: int, repeats: int) -> dict[str, Any]:
     rounds, since other load on the machine changes within seconds."""
     parts: dict[str, tuple[dict[str, Callable[[], Any]], Callable[[Any], tuple[Any, ...]], int]] = {
         "steps": (step_functions(vocabulary), lambda step: step(), 1),
-        "8 positions": (statistics_functions(vocabulary, 8), timed, 2),
-        "16 positions": (statistics_functions(vocabulary, 16), timed, 2),
-        "draws": (draw_functions(vocabulary), timed, 1),
+        "8 positions": (statistics_functions(vocabulary, 8), time_call, 2),
+        "16 positions": (statistics_functions(vocabulary, 16), time_call, 2),
+        "draws": (draw_functions(vocabulary), time_call, 1),
     }
     times: dict[str, dict[str, list[tuple[float, float]]]] = {part: {} for part in parts}
     for _ in range(ROUNDS):
         for part, (functions, clock, often) in parts.items():
-            for name, each in in_turns(functions, often * max(1, repeats // ROUNDS), clock).items():
-                times[part].setdefault(name, []).extend(each)
-    summaries = {
-        part: {name: summary(each, own[next(iter(own))]) for name, each in own.items()} for part, own in times.items()
-    }
+            for name, turns in in_turns(functions, often * max(1, repeats // ROUNDS), clock).items():
+                times[part].setdefault(name, []).extend(turns)
+    summaries: dict[str, dict[str, Any]] = {}
+    for part, by_name in times.items():
+        summaries[part] = {name: summary(turns, next(iter(by_name.values()))) for name, turns in by_name.items()}
     over_softmax = summaries.pop("8 positions") | summaries.pop("16 positions")
     return summaries | {"over_softmax": over_softmax, "load": max(os.getloadavg())}
 
@@ -212,17 +212,17 @@ def list_exceeded_bounds(draws: dict[str, Any]) -> list[str]:
 
 
 def show(summaries: dict[str, Any], base: str) -> None:
-    for name, each in summaries.items():
-        low, high = each["cpu_ms_quartiles"]
-        least, most = each["times_base_quartiles"]
+    for name, entry in summaries.items():
+        low, high = entry["cpu_ms_quartiles"]
+        least, most = entry["times_base_quartiles"]
         print(
-            f"{name:44} {each['cpu_ms']:7.2f} ms {low:7.2f} {high:7.2f} "
-            f"{each['times_base']:6.2f}x {base} ({least:.2f} to {most:.2f})"
+            f"{name:44} {entry['cpu_ms']:7.2f} ms {low:7.2f} {high:7.2f} "
+            f"{entry['times_base']:6.2f}x {base} ({least:.2f} to {most:.2f})"
         )
 
 
 def in_turns(
-    functions: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[Any], tuple[Any, ...]] = timed
+    functions: dict[str, Callable[[], Any]], repeats: int, clock: Callable[[Any], tuple[Any, ...]] = time_call
 ) -> dict[str, list[tuple[float, float]]]:
     """Measure (CPU, wall) milliseconds of every function in every turn; odd turns run in reverse order."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
@@ -236,7 +236,7 @@ def in_turns(
 
 def summary(times: list[tuple[float, float]], base: list[tuple[float, float]]) -> dict[str, Any]:
     """Compute medians and quartiles of the times, and of their ratios to the base's times."""
-    cpu, wall = (sorted(each) for each in zip(*times, strict=True))
+    cpu, wall = (sorted(values) for values in zip(*times, strict=True))
     ratios = sorted(a / b for (a, _), (b, _) in zip(times, base, strict=True))
     result: dict[str, Any] = {}
     for name, values in (("cpu_ms", cpu), ("wall_ms", wall), ("times_base", ratios)):
@@ -248,18 +248,18 @@ def summary(times: list[tuple[float, float]], base: list[tuple[float, float]]) -
 def measure(vocabulary: int, repeats: int) -> dict[str, Any]:
     logits, ids = inputs(vocabulary)
     filtered = {name: change(logits) for name, change in DISTRIBUTIONS.items()}
-    differences = {name: difference(each, ids) for name, each in filtered.items()}
+    differences = {name: difference(changed, ids) for name, changed in filtered.items()}
     worst = max(differences.values())
     assert worst < 1e-5, "the two paths differ"
     functions: dict[str, Callable[[], Any]] = {
-        name: lambda each=each: chunked(each, ids)  # type: ignore[misc]
-        for name, each in filtered.items()
+        name: lambda changed=changed: chunked(changed, ids)  # type: ignore[misc]
+        for name, changed in filtered.items()
     }
     functions["float64"] = lambda: plain(logits, ids)
     functions["filtering, top-k 50"] = lambda: DISTRIBUTIONS["top-k 50"](logits)
     functions["filtering, top-p 0.95"] = lambda: DISTRIBUTIONS["top-p 0.95"](logits)
     times = in_turns(functions, repeats)
-    summaries = {name: summary(each, times["as is"]) for name, each in times.items()}
+    summaries = {name: summary(turns, times["as is"]) for name, turns in times.items()}
     return {
         "vocabulary": vocabulary,
         "rows": ROWS,
@@ -289,7 +289,7 @@ def main() -> None:
         show(row["laws"], "as is")
     device = f"cpu ({platform.machine()}), 1 thread"
     result = {"device": device, "processor": processor(), "torch": torch.__version__, "repeats": arguments.repeats}
-    ratios = [{name: found["times_base"] for name, found in row["laws"].items()} for row in rows]
+    ratios = [{name: entry["times_base"] for name, entry in row["laws"].items()} for row in rows]
     path = ROOT / "benchmarks" / "results" / "token_stats.json"
     rows_result = [row | {"laws": laws} for row, laws in zip(rows, ratios, strict=True)]
     write_result(path, result | parts | {"rows": rows_result})

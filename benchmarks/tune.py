@@ -10,9 +10,9 @@ and a reported half; the two chains of an antibody are in the same half. `parade
 Hand-made settings are those of docs/tables/compare.csv: defaults and `sweep` of the samplers whose defaults take at
 most `SLOW` forwards per position. They are measured on both halves. Two are chosen by the same rule, the fewest
 forwards among scores at most a point below the best: `fair` on the choosing half, `oracle` on the reported half, which
-a user cannot know. The preset is compared with each by paired bootstraps over prompts (or antibodies).
+a user cannot know; a third one has the best score there. The preset is compared with each by paired bootstraps.
 
-Writes the results on the reported half, a row for each chosen setting, to benchmarks/results/tune_*.json.
+Writes their rows on the reported half, and those of `summary`, to benchmarks/results/tune_*.json.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def compare(
     tuning: Tuning, model: Any, first: list[Question], second: list[Question], **more: Any
 ) -> list[dict[str, Any]]:
-    """Build rows of the preset and the chosen hand-made settings on the reported half (`second`), with differences to
-    the preset. `first` is the choosing half; `more` are arguments of `measure_hand_made`."""
+    """Build the rows of `summary`, and rows of the chosen hand-made settings on the reported half (`second`), with the
+    preset's gain over each. `first` is the choosing half; `more` are arguments of `measure_hand_made`."""
     choosing, reported = (measure_hand_made(model, half, **more) for half in (first, second))
     fair = choose(choosing)["name"]
     chosen_rows = {
@@ -116,7 +116,7 @@ def compare(
 
 
 def summary(tuning: Tuning) -> list[dict[str, Any]]:
-    """Build rows of the reference, the baseline and the preset on the reported half, with differences to the preset."""
+    """Build rows: the reference (with the preset's gain over it), the baseline and the preset (reported half)."""
     data, chosen = tuning.to_dict(), tuning.points[tuning.chosen or 0]
     point = data["points"][tuning.chosen or 0]
     rows = []
@@ -140,11 +140,11 @@ def packaged(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def antibody(options: argparse.Namespace) -> dict[str, Any]:
-    from antibody import LEFT_OUT, Remembering, fitting, prompts, read_chains
+    from antibody import LEFT_OUT, CachedModel, fitting, prompts, read_chains
     from antibody_model import load_antiberty
 
     real = load_antiberty()
-    model = Remembering(real)
+    model = CachedModel(real)
     questions, special = prompts(real, read_chains()[options.skip : options.skip + options.chains])
     fit = fitting(real, [[real.facts.mask_token_id]], configurations(), LEFT_OUT, paradec.samplers.names())
     names = list(dict.fromkeys(configuration.sampler for configuration in fit))

@@ -3,7 +3,7 @@
     python examples/batch_file.py prompts.jsonl answers.jsonl --model GSAI-ML/LLaDA-8B-Instruct --device cuda
     python examples/batch_file.py --tiny               # the small model inside the package: no download, no GPU
 
-`paradec generate --in prompts.jsonl --out answers.jsonl --resume` does the same. Copy this file to add your own code.
+`paradec generate --in prompts.jsonl --out answers.jsonl` is such a command; copy this file to add your own code.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def main() -> None:
     elif args.source is None or args.out is None:
         parser.error("give the files of prompts and answers, or --tiny")
     else:
-        print("{} answered, {} failed".format(*answer_file(model, args.source, args.out, args.batch)))
+        numbers = answer_file(model, args.source, args.out, args.batch, sampler=args.sampler)
+        print("{} answered, {} failed".format(*numbers))
 
 
 if __name__ == "__main__":

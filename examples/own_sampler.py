@@ -22,7 +22,7 @@ from paradec.tools import evaluation
 
 @dataclass(frozen=True)
 class LargestGap(MaskedSampler):
-    """Sort the block's confidences and commit all positions above the largest gap between two neighbours.
+    """Sort the block's confidences and commit all positions above the largest gap between two of them.
 
     Args:
         floor: minimum confidence, in [0, 1], of committed positions, except the best one.

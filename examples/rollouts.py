@@ -31,12 +31,12 @@ REQUEST = {"sampler": "threshold(threshold=0)", "max_new_tokens": 16}
 
 def rewards(task: Any, examples: list[Any], out: Any) -> Tensor:
     """Compute rewards [B] float32: 1 for right answers, else 0."""
-    return torch.tensor([float(task.check(each, text)) for each, text in zip(examples, out.text, strict=True)])
+    return torch.tensor([float(task.check(example, text)) for example, text in zip(examples, out.text, strict=True)])
 
 
 def measure(model: Any, task: Any, examples: list[Any], seed: int) -> str:
     """Measure the share of right answers at temperature 1 (drawn) and at temperature 0 (likeliest tokens)."""
-    prompts = [each.prompt for each in examples]
+    prompts = [example.prompt for example in examples]
     drawn = paradec.generate(model, prompts * 4, temperature=1.0, seed=seed, **REQUEST)
     likeliest = paradec.generate(model, prompts, **REQUEST)
     shares = rewards(task, examples * 4, drawn).mean(), rewards(task, examples, likeliest).mean()
@@ -76,8 +76,8 @@ def main() -> None:
     print(f"before: {measure(policy, task, held_out, args.seed)}")
     for number in range(1, args.rounds + 1):
         examples = [task.make(draws) for _ in range(args.prompts)]
-        examples = [each for each in examples for _ in range(args.answers)]
-        prompts = [each.prompt for each in examples]
+        examples = [example for example in examples for _ in range(args.answers)]
+        prompts = [example.prompt for example in examples]
         out = paradec.generate(policy, prompts, temperature=1.0, seed=draws.getrandbits(60), rollout=True, **REQUEST)
         reward = rewards(task, examples, out)
         groups = reward.view(args.prompts, args.answers)

@@ -35,7 +35,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent
 if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))  # `python benchmarks/peers/...` finds provenance and timing
 
-from timing import forget_peak, processor, resident, timed  # noqa: E402
+from timing import forget_peak, processor, resident, time_call  # noqa: E402
 
 
 def checkout_commit(folder: Path) -> str:
@@ -75,7 +75,7 @@ class Contestant:
                 ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory freed by other contestants must not be reused
             before = resident("VmRSS")
             forget_peak()
-            self.result, cpu, wall = timed(self.run)
+            self.result, cpu, wall = time_call(self.run)
             self.peak = resident("VmHWM") - before
             return cpu, wall
 
@@ -106,7 +106,7 @@ def difference(mine: Tensor, reference: Tensor) -> dict[str, Any]:
     return {"equal": torch.equal(mine, reference), "largest_difference": gap}
 
 
-def beyond(mine: Sequence[float], theirs: Sequence[float], shared: Sequence[float]) -> list[float]:
+def ratios_beyond(mine: Sequence[float], theirs: Sequence[float], shared: Sequence[float]) -> list[float]:
     """Compute quartiles over turns of (mine - shared) / (theirs - shared); `shared` are the times of the work that both
     contestants must do. Other load on the machine changes these less than plain ratios."""
     return quartiles([(a - c) / (b - c) for a, b, c in zip(mine, theirs, shared, strict=True)])
@@ -135,7 +135,7 @@ def report(
                     theirs = known[base].times[clock]
                     entry[f"{clock}_over_{base}"] = quartiles([a / b for a, b in zip(times, theirs, strict=True)])
                     if shared in known and contestant.name != shared:
-                        entry[f"{clock}_beyond_{base}"] = beyond(times, theirs, known[shared].times[clock])
+                        entry[f"{clock}_beyond_{base}"] = ratios_beyond(times, theirs, known[shared].times[clock])
         if aims.get(contestant.name) in known:
             aim = aims[contestant.name]
             entry["compared_with"] = {"name": aim} | difference(contestant.result, known[aim].result)
@@ -152,8 +152,8 @@ def show(title: str, entries: list[dict[str, Any]], baselines: Sequence[str]) ->
             low, middle, high = entry.get(f"cpu_over_{base}", [float("nan")] * 3)
             cells.append(f"{middle:>14.3f} [{low:.3f}, {high:.3f}]".rjust(32))
         same = entry.get("compared_with", {})
-        note = f"  {'equals' if same['equal'] else 'differs from'} {same['name']}" if same else ""
-        lines.append(f"{entry['name']:<28} {entry['cpu_seconds'][1]:>9.3f} " + " ".join(cells) + note)
+        verdict = f"  {'equals' if same['equal'] else 'differs from'} {same['name']}" if same else ""
+        lines.append(f"{entry['name']:<28} {entry['cpu_seconds'][1]:>9.3f} " + " ".join(cells) + verdict)
         lines[-1] += f"  {entry['peak_mib']:.0f} MiB"
     return "\n".join(lines)
 

@@ -159,7 +159,7 @@ def attach_cachedit(module: nn.Module, model: str) -> Any:
     cache_dit.disable_cache(module)
 
 
-def ours(**settings: Any) -> Attach:
+def paradec_attachment(**settings: Any) -> Attach:
     """Build an `Attach` of paradec's `Forecast`, with more of its settings."""
 
     @contextlib.contextmanager
@@ -200,9 +200,9 @@ def race(models: list[str], sizes: list[str], turns: int) -> dict[str, Any]:
     attachments = {
         "plain": (lambda *_: contextlib.nullcontext(lambda: None), diffusers.__version__),
         **peers,
-        "paradec": (ours(), COMMIT),
+        "paradec": (paradec_attachment(), COMMIT),
     }
-    attachments |= {f"paradec, {target}": (ours(where=target), COMMIT) for target in TARGETS}
+    attachments |= {f"paradec, {target}": (paradec_attachment(where=target), COMMIT) for target in TARGETS}
     cases: dict[str, Any] = {}
     for size in sizes:
         for model in models:

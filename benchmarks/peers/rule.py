@@ -39,7 +39,7 @@ def random_model(vocab: int) -> Any:
     return paradec.wrap(module, mask_token_id=vocab - 1, prediction="same", topology="bidirectional")
 
 
-class Ours(contextlib.AbstractContextManager[None]):
+class PreparedRule(contextlib.AbstractContextManager[None]):
     """paradec's threshold rule on prepared logits (one tensor [rows, BLOCK, vocabulary] per step). A call fills one
     block. Entering the context creates the block's state, which is not timed."""
 
@@ -88,8 +88,8 @@ def main() -> None:
             "words": vocab, "rows": rows, "block": BLOCK, "steps": STEPS, "threshold": THRESHOLD, "mask": vocab - 1,
             "end": vocab - 2, "version": common.checkout_commit(args.dinfer),
         }  # fmt: skip
-        ours = Ours(model, logits)
-        contestants = [Contestant("paradec", ours, around=ours)]
+        rule = PreparedRule(model, logits)
+        contestants = [Contestant("paradec", rule, around=rule)]
         with tempfile.TemporaryDirectory() as away:
             path = Path(away) / "task.json"
             path.write_text(json.dumps(task))
@@ -97,7 +97,7 @@ def main() -> None:
             with Elsewhere("dinfer", args.python, script, "dinfer_rule", str(args.dinfer), str(path)) as peer:
                 contestants.append(peer)
                 common.alternate(contestants, args.turns, warm_up=3)
-        entries = common.report(contestants, ("dinfer",), {each.name: "dinfer" for each in contestants[:-1]})
+        entries = common.report(contestants, ("dinfer",), {"paradec": "dinfer"})
         result["cases"][f"{vocab} words, {rows} rows"] = {"contestants": entries}
         print(common.show(f"{vocab} words, {rows} rows", entries, ("dinfer",)), flush=True)
     write_result(RESULT, result)

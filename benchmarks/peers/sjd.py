@@ -48,7 +48,7 @@ def random_model(size: str) -> LlamaGenModel:
     return LlamaGenModel(module)
 
 
-def ours(model: LlamaGenModel, top_k: int) -> Any:
+def paradec_run(model: LlamaGenModel, top_k: int) -> Any:
     """Build a function that returns the codes of one image and the number of forwards: [1, cells + 1]."""
     sampler = paradec.samplers.create("sjd", window=WINDOW, guess_distribution="one_hot")
     request: dict[str, Any] = {"sampler": sampler, "top_k": top_k, "guidance_scale": GUIDANCE, "temperature": 1.0}
@@ -89,17 +89,17 @@ def main() -> None:
             }  # fmt: skip
             (Path(away) / "task.json").write_text(json.dumps(task))
             script = Path(__file__).with_name("sjd_reference.py")
-            ours_entry = Contestant("paradec", ours(model, top_k))
+            paradec_entry = Contestant("paradec", paradec_run(model, top_k))
             with Elsewhere("sjd", args.python, script, str(args.sjd), f"{away}/task.json") as peer:
-                common.alternate([ours_entry, peer], args.turns, warm_up=1)
-            contestants = [ours_entry, peer]
+                common.alternate([paradec_entry, peer], args.turns, warm_up=1)
+            contestants = [paradec_entry, peer]
             for contestant in contestants:  # split the last turn's result into codes and number of forwards
                 contestant.facts["forwards"] = int(contestant.result[0, -1])
                 contestant.result = contestant.result[:, :-1]
             entries = common.report(contestants, ("sjd",), {"paradec": "sjd"} if top_k == 1 else {})
             name = f"top_k={top_k}"
             result["cases"][name] = {"contestants": entries}
-            print(common.show(name, entries, ("sjd",)), [each.facts["forwards"] for each in contestants], flush=True)
+            print(common.show(name, entries, ("sjd",)), [entry["forwards"] for entry in entries], flush=True)
     write_result(args.out, result)
 
 

@@ -4,17 +4,17 @@
         --fast-dllm CHECKOUT --llada CHECKOUT --dkv-cache CHECKOUT --dinfer CHECKOUT [--turns 7] [--size small]
 
 The public decoders need an older transformers: `--python` is an interpreter with torch, transformers 4.46.3, einops and
-safetensors. Each runs in a separate process, loads the same checkpoint with random weights as paradec (in LLaDA's or
-Dream's format), and takes turns with this process. All have one thread; times are CPU times. Decoders without a
-checkout are left out. The cases are the published settings:
+safetensors. Each decoder runs in a separate process, loads the same random checkpoint as paradec (in LLaDA's or Dream's
+format), and takes turns with this process. All have one thread; times are CPU times. Decoders without a checkout are
+left out. The cases are the published settings:
 
 - Fast-dLLM and dInfer: threshold 0.9, blocks of 32.
 - LLaDA and Dream: half as many steps as tokens. The "sampled" cases have temperature 0.7 (Dream also top_p=0.95).
 - dKV-Cache: a forward over all positions every eighth step.
 
 Tokens are compared, except in the "sampled" cases, whose random numbers differ. The result also has the load of the
-machine, and for every turn (ours - products) / (theirs - products), where products is the time of the matrix products,
-which both programs must compute.
+machine, and quartiles over turns of (paradec - products) / (peer - products), where products is the time of the matrix
+products, which both programs must compute.
 """
 
 from __future__ import annotations
@@ -136,11 +136,11 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any], d
         entries[f"dinfer {cache}"] = ("dinfer", {"cache": cache, "threshold": 0.9}, {**rule, "cache": cache})
     steps = answer // 2
     for name, temperature in (("llada", 0.0), ("llada sampled", 0.7)):
-        ours = {"sampler": "low_confidence", "steps": steps, "temperature": temperature}
-        entries[name] = ("llada", {"steps": steps, "temperature": temperature}, ours)
+        request = {"sampler": "low_confidence", "steps": steps, "temperature": temperature}
+        entries[name] = ("llada", {"steps": steps, "temperature": temperature}, request)
     for name, drawn in (("dream", {"temperature": 0.0}), ("dream sampled", {"temperature": 0.7, "top_p": 0.95})):
-        ours = {"sampler": "entropy", "steps": steps, "block_length": None, **drawn}
-        entries[name] = ("dream", {"steps": steps, **drawn}, ours)
+        request = {"sampler": "entropy", "steps": steps, "block_length": None, **drawn}
+        entries[name] = ("dream", {"steps": steps, **drawn}, request)
     entries["dkv_cache"] = (
         "dkv_cache",
         {"steps": answer, "refresh": 8},
@@ -217,8 +217,8 @@ def main() -> None:
         draw = torch.Generator().manual_seed(1)
         prompt = torch.randint(0, vocab - 2, (1, prompt_length), generator=draw)
         models = {name: paradec.load(folder, dtype=args.dtype) for name, folder in folders.items()}
-        for name, (reference, theirs, ours) in cases(args).items():
-            folder, model = (each.get(reference, each["llada"]) for each in (folders, models))
+        for name, (reference, theirs, settings) in cases(args).items():
+            folder, model = (by_format.get(reference, by_format["llada"]) for by_format in (folders, models))
             checkout = getattr(args, reference)
             task = {
                 "folder": str(folder), "prompt": prompt.tolist(), "answer": answer, "block": 32, "steps": answer,
@@ -227,7 +227,7 @@ def main() -> None:
             }  # fmt: skip
             (folder / "task.json").write_text(json.dumps(task))
             script = Path(__file__).with_name("text_reference.py")
-            request = {"max_new_tokens": answer, "block_length": 32, "eos_early_stop": False, **ours}
+            request = {"max_new_tokens": answer, "block_length": 32, "eos_early_stop": False, **settings}
             contestants: list[Contestant] = [Contestant("paradec", decoder(model, prompt, request))]
             bare = Contestant("matrix products alone", products(model, contestants[0].run))
             contestants.append(bare)
@@ -237,7 +237,7 @@ def main() -> None:
                 common.alternate(contestants, args.turns, warm_up=2)
             for contestant in contestants:  # some decoders return the prompt, too
                 contestant.result = contestant.result[:, -answer:]
-            aims = {} if ours.get("temperature") else {"paradec": reference}
+            aims = {} if settings.get("temperature") else {"paradec": reference}
             entries = common.report(contestants, (reference,), aims, bare.name)
             loads.append(common.load())
             result["cases"][name] = {"patched": PATCHED[reference], "contestants": entries}

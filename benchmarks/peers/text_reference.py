@@ -199,11 +199,11 @@ def dinfer_rule(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
 def rule_logits(vocab: int, rows: int, block: int, steps: int) -> list[torch.Tensor]:
     """Draw logits [rows, block, vocab] of each step. Step i is confident of the i-th block / steps positions."""
     draw, logits_by_step = torch.Generator().manual_seed(0), []
-    more = block // steps
+    per_step = block // steps
     for step in range(steps):
         logits = 2 * torch.randn((rows, block, vocab), generator=draw)
-        place = torch.randint(vocab - 2, (rows, more, 1), generator=draw)
-        logits[:, step * more : (step + 1) * more].scatter_(-1, place, 40.0)
+        place = torch.randint(vocab - 2, (rows, per_step, 1), generator=draw)
+        logits[:, step * per_step : (step + 1) * per_step].scatter_(-1, place, 40.0)
         logits_by_step.append(logits)
     return logits_by_step
 

@@ -154,7 +154,7 @@ class CodeRevival:
 
 
 def vq_quality(classifier: DigitClassifier, decoded: Tensor, images: Tensor, ids: Tensor) -> str:
-    """Describe the distances of decoded images [B, 1, 28, 28] in [0, 1] to `images`, and the number of used codes."""
+    """Describe decoded images [B, 1, 28, 28] in [0, 1]: error from `images`, used codes, distance to real digits."""
     expected = (classifier.held_out_mean, classifier.held_out_covariance)
     distance = frechet_distance(moments(classifier.features(decoded)), expected)
     return f"held-out mse {mse_loss(decoded, images):.5f}, {len(ids.unique())} codes, Frechet distance {distance:.3f}"

@@ -7,7 +7,7 @@ Five stages, each with a budget of CPU minutes:
 1. a classifier, which later judges generated images (class accuracy, and Frechet distance on its features);
 2. a VQ autoencoder: 28 x 28 pixels as 7 x 7 codes out of 256;
 3. a class-conditional LlamaGen (arXiv 2406.06525) over those codes; one label in ten is dropped, for guidance;
-4. a LlamaGen of a sixth of its size, trained in the same way: the drafter for the large one (`speculative`);
+4. a LlamaGen of a sixth of that size, trained in the same way: the drafter for the large one (`speculative`);
 5. distillation of the large one into the drafter, with distributions as targets instead of codes (Hinton et al., arXiv
    1503.02531; for drafters: DistillSpec, arXiv 2310.08461), because a draft is accepted with probability sum min(p, q).
    p and q are the guided distributions of model and drafter, at a new random guidance scale in every step.
