@@ -31,7 +31,7 @@ from paradec.core.packaged import LIST_LENGTHS, SQUARE_SIZES, SYMBOLS, TEMPLATES
 from paradec.core.text_files import number_lines
 
 Lines = list[list[str]]
-"""An answer split into lines, each split into words."""
+"""Lines, each split into words: those of one answer, or several one-line answers to choose from."""
 
 
 @dataclass(frozen=True)

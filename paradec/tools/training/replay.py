@@ -218,7 +218,7 @@ def _why_not_one_row(model: Any, states: Rollout) -> str | None:
 class _Part(NamedTuple):
     """A row of a call of the model, with `Q` columns and `N` decisions."""
 
-    row: int
+    row: int  # of the rollout
     tokens: Tensor
     """[Q] int64."""
     is_prompt: Tensor

@@ -76,7 +76,7 @@ class RecapSession(PipelineSession):
         self.hooks = [
             Hook(transformer, self._call),
             Hook(layers[0], self._call_first_layer, "paradec_first"),
-            Hook(layers[-1], self._call_last_layer, "paradec_last"),  # with a single layer, outside of the first hook
+            Hook(layers[-1], self._call_last_layer, "paradec_last"),  # with a single layer, wraps the hook above
         ]
 
     def report(self) -> RecapReport:
