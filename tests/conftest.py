@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark ten of eleven cases of every `thinned` test as `further`. The test's name determines which cases."""
+    """Keep one of eleven cases (at least one) of a `thinned` test, by its name; mark the others as `further`."""
     cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("thinned") and not item.get_closest_marker("full"):

@@ -117,8 +117,7 @@ def plain_llada(
 def plain_fast_dllm(
     net: Net, mask: int, prompt: list[int], blocks: int, length: int, steps: int, rule: str, value: float, cache: str
 ) -> tuple[Tensor, Calls]:
-    """Fast-dLLM: a full forward opens a block. With a cache, later forwards evaluate the block and all after it
-    ("prefix") or the block alone ("dual")."""
+    """Fast-dLLM. After a block's first forward, "prefix" evaluates the block and all after it, "dual" the block."""
     x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
     for block in range(blocks):
         start, end, step, store = len(prompt) + block * length, len(prompt) + (block + 1) * length, 0, {}

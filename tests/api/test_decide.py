@@ -270,9 +270,8 @@ def test_fitted_temperatures_make_right_answers_likeliest() -> None:
         model = chat_model("causal", module=ConstantLogits(logits))
         request = {"q": Pick("?", ["x", "y", "z"]), "u": Score("?", ["low", "high"]), "s": YesNo("?")}
         actual = paradec.decide(model, "s", request)
-        weights = [
-            math.exp(score / 2.5) for score in actual["q"].log_scores
-        ]  # right answers are drawn at temperature 2.5
+        # right answers are drawn at temperature 2.5
+        weights = [math.exp(score / 2.5) for score in actual["q"].log_scores]
         decided.append(actual)
         picked = draw.choices("xyz", weights)[0]
         right.append({"q": picked, "s": draw.random() < 0.5, "u": int(actual["u"].value < 0.5)})

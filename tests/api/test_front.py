@@ -17,11 +17,11 @@ from paradec import caches, samplers
 from paradec.models.adapter import Model
 
 PROMPT = "Sort: pear fig apple"
-ELSEWHERE = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parents[1])}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(paradec.__file__).parents[1])}
 
 
 def run_python(code: str) -> list[str]:
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ELSEWHERE)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
     assert result.returncode == 0, result.stderr
     return result.stdout.split("\n")[:-1]
 
@@ -163,6 +163,6 @@ logging.getLogger("paradec").warning("before")
 logging.basicConfig(format="%(message)s")
 logging.getLogger("paradec").warning("after")
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ELSEWHERE)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
     assert (result.returncode, result.stderr) == (0, "after\n")
     assert logging.getLogger("paradec").level == logging.NOTSET

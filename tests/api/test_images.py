@@ -30,13 +30,13 @@ def tiny() -> LlamaGenModel:
     return tiny_llamagen()
 
 
-def make(model: LlamaGenModel, **request: Any) -> ImageOutput:
+def paint(model: LlamaGenModel, **request: Any) -> ImageOutput:
     settings = {"class_labels": [1, 2, 3], "seed": 0, "output_type": "latent", "sampler": SJD(window=4)}
     return paradec.generate_images(model, **(settings | request))
 
 
 def test_output_types(tiny: LlamaGenModel) -> None:
-    latent, pt, pil = (make(tiny, output_type=kind) for kind in ("latent", "pt", "pil"))
+    latent, pt, pil = (paint(tiny, output_type=kind) for kind in ("latent", "pt", "pil"))
     assert torch.equal(latent.images, latent.codes) and latent.codes.shape == (3, 4, 4)
     assert pt.images.shape == (3, 3, 8, 8) and pt.images.dtype == torch.float32
     assert 0 <= pt.images.min() and pt.images.max() <= 1
@@ -46,35 +46,35 @@ def test_output_types(tiny: LlamaGenModel) -> None:
 
 
 def test_counts_of_forwards_and_tokens(tiny: LlamaGenModel) -> None:
-    guided, plain = make(tiny), make(tiny, guidance_scale=1)
+    guided, plain = paint(tiny), paint(tiny, guidance_scale=1)
     for out, branches in ((guided, 2), (plain, 1)):
         assert out.accepted.shape[1] == 3 and (out.accepted.sum(0) == 16).all()
         assert out.row_nfe == (out.accepted > 0).sum(0).tolist() and out.nfe == max(out.row_nfe) == len(out.accepted)
         assert out.row_forwards == branches * sum(out.row_nfe)
         assert out.tokens_per_forward == 48 / sum(out.row_nfe) > 1
-    one_by_one = make(tiny, sampler=SJD(window=1))
+    one_by_one = paint(tiny, sampler=SJD(window=1))
     assert one_by_one.row_nfe == [16] * 3 and one_by_one.forwarded_tokens == 2 * 3 * 16
 
 
 def test_rows_are_independent(tiny: LlamaGenModel) -> None:
-    together = make(tiny)
+    together = paint(tiny)
     for row, label in enumerate([1, 2, 3]):
-        assert torch.equal(make(tiny, class_labels=label).tokens[0], together.tokens[row])
+        assert torch.equal(paint(tiny, class_labels=label).tokens[0], together.tokens[row])
 
 
 def test_several_pictures_of_one_class_differ(tiny: LlamaGenModel) -> None:
-    out = make(tiny, class_labels=[5, 6], num_images=3)
+    out = paint(tiny, class_labels=[5, 6], num_images=3)
     assert len({tuple(row) for row in out.tokens.tolist()}) == 6
-    assert torch.equal(out.tokens, make(tiny, class_labels=[5, 5, 5, 6, 6, 6]).tokens)
+    assert torch.equal(out.tokens, paint(tiny, class_labels=[5, 5, 5, 6, 6, 6]).tokens)
 
 
 def test_defaults_come_from_the_model(tiny: LlamaGenModel) -> None:
-    assert torch.equal(make(tiny).tokens, make(tiny, guidance_scale=4.0, temperature=1.0, top_k=0).tokens)
-    assert torch.equal(make(tiny, top_k=1).tokens, greedy(tiny.request([1, 2, 3], tiny.grid()), tiny.grid(), 4.0))
+    assert torch.equal(paint(tiny).tokens, paint(tiny, guidance_scale=4.0, temperature=1.0, top_k=0).tokens)
+    assert torch.equal(paint(tiny, top_k=1).tokens, greedy(tiny.request([1, 2, 3], tiny.grid()), tiny.grid(), 4.0))
 
 
 def test_steps_agree_with_the_trace(tiny: LlamaGenModel) -> None:
-    out = make(tiny, trace=True)
+    out = paint(tiny, trace=True)
     from_trace = out.steps
     out.recorded_trace = None
     assert np.array_equal(out.steps, from_trace)
@@ -94,7 +94,7 @@ def test_contact_sheet() -> None:
 
 
 def test_a_callback_can_end_decoding(tiny: LlamaGenModel) -> None:
-    out = make(tiny, callback=lambda state, commit: state.commits == 2)
+    out = paint(tiny, callback=lambda state, commit: state.commits == 2)
     assert out.images is None and out.codes is None and len(out.accepted) == 2
     assert ((out.steps >= 0).sum((1, 2)) == out.accepted.sum(0)).all()
 
@@ -105,8 +105,8 @@ def test_an_interrupt_returns_the_accepted_codes(tiny: LlamaGenModel) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(paradec.Interrupted) as caught:
-        make(tiny, callback=callback)
-    out, full = caught.value.output, make(tiny)
+        paint(tiny, callback=callback)
+    out, full = caught.value.output, paint(tiny)
     assert out.images is None and len(out.accepted) == 3
     assert out.tokens_per_forward == out.accepted.sum() / sum(out.row_nfe)  # accepted tokens only
     assert full.tokens_per_forward == full.tokens.numel() / sum(full.row_nfe)
@@ -117,14 +117,14 @@ def test_an_interrupt_returns_the_accepted_codes(tiny: LlamaGenModel) -> None:
 def test_missing_pillow_is_reported_before_decoding(tiny: LlamaGenModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(ImportError, match="pip install pillow"):
-        make(tiny, output_type="pil", callback=lambda *_: pytest.fail("decoding began"))
-    assert make(tiny, output_type="pt").images.shape == (3, 3, 8, 8)
+        paint(tiny, output_type="pil", callback=lambda *_: pytest.fail("decoding began"))
+    assert paint(tiny, output_type="pt").images.shape == (3, 3, 8, 8)
 
 
 def test_models_without_a_decoder_return_codes() -> None:
     model = tiny_llamagen(vq=False)
-    refuses(lambda: make(model, output_type="pt"), "has no VQ decoder; load it with vq=")
-    assert make(model).images.shape == (3, 4, 4)
+    refuses(lambda: paint(model, output_type="pt"), "has no VQ decoder; load it with vq=")
+    assert paint(model).images.shape == (3, 4, 4)
 
 
 def list_draft_samplers() -> list[str]:
@@ -137,12 +137,12 @@ def list_draft_samplers() -> list[str]:
 @pytest.mark.parametrize("name", list_draft_samplers())
 def test_every_sampler_makes_pictures(tiny: LlamaGenModel, name: str) -> None:
     sampler = paradec.samplers.create(name)
-    out = make(tiny, sampler=sampler, trace=True)
+    out = paint(tiny, sampler=sampler, trace=True)
     assert 0 <= out.codes.min() and out.codes.max() < 32 and (out.steps >= 0).all()
     assert (out.accepted.sum(0) == 16).all()
     if sampler.lossless:
         expected = greedy(tiny.request([1, 2, 3], tiny.grid()), tiny.grid(), 4.0)
-        assert torch.equal(make(tiny, sampler=sampler, temperature=0).tokens, expected)
+        assert torch.equal(paint(tiny, sampler=sampler, temperature=0).tokens, expected)
 
 
 @pytest.mark.thinned
@@ -153,9 +153,9 @@ def test_a_smaller_model_drafts(condition: str) -> None:
     if condition == "t2i":
         torch.manual_seed(2)
         arguments = {"prompts": [torch.randn(length, 16) for length in (3, 6)], "class_labels": None}
-    drafted = make(model, sampler=paradec.samplers.create("speculative", drafter=drafter), temperature=0, **arguments)
-    assert torch.equal(drafted.tokens, make(model, sampler=SJD(window=1), temperature=0, **arguments).tokens)
-    assert make(model, sampler=paradec.samplers.create("speculative", drafter=model), **arguments).nfe < 8
+    drafted = paint(model, sampler=paradec.samplers.create("speculative", drafter=drafter), temperature=0, **arguments)
+    assert torch.equal(drafted.tokens, paint(model, sampler=SJD(window=1), temperature=0, **arguments).tokens)
+    assert paint(model, sampler=paradec.samplers.create("speculative", drafter=model), **arguments).nfe < 8
 
 
 def test_packaged_model_draws_the_requested_digits() -> None:

@@ -75,13 +75,13 @@ def filter_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def plain_draws(name: str) -> dict[str, Any]:
+def constant_temperature(name: str) -> dict[str, Any]:
     return {"final_temperature": None} if "final_temperature" in samplers.get(name).settings() else {}
 
 
 def decode_tokens(name: str, model: Table, filter_file: str, block: int, **request: Any) -> Tensor:
     """Return the new tokens [2, NEW] of two rows. Warnings are errors."""
-    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else plain_draws(name)
+    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else constant_temperature(name)
     arguments = {"max_new_tokens": NEW, "seed": 3, "suppress_tokens": model.suppressed} | request
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -141,7 +141,7 @@ def test_draws_have_the_filtered_distribution(name: str, temperature: float, fil
     """Masked samplers use blocks of one position. The other samplers draft and verify."""
     causal = {"mask_token_id": None, "topology": "causal", "prediction": "shifted"}
     model: Any = ConstantTable(**(facts_of(name, 1) if name in MASKED else causal))
-    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else plain_draws(name)
+    settings = {"filter": filter_file, "allow_mismatch": True} if name == "learn2pd" else constant_temperature(name)
     sampler = with_drafter(name, lambda: table_drafter(causal), **settings, **UNCHANGED.get(name, {}))
     logits = model.table[0].clone()
     if name == "sjd_pac":  # needs a store: a Llama whose logits do not depend on the tokens
@@ -447,7 +447,7 @@ def test_masked_images_at_every_temperature() -> None:
     model = paradec.load("digits-maskgit", dtype="float64")
     for name in ("maskgit", "halton", "recap"):
         request = {"class_labels": [3], "steps": 3, "seed": 0, "output_type": "latent", "cache": "none"}
-        sampler = samplers.create(name, **plain_draws(name))
+        sampler = samplers.create(name, **constant_temperature(name))
         drawn = {
             temperature: paradec.generate_images(model, sampler=sampler, temperature=temperature, **request).codes
             for temperature in (0.0, COLD, *TEMPERATURES[::3])

@@ -1,4 +1,4 @@
-"""Writes pages of traces into a folder, with the expected content of each page for `look.mjs`.
+"""Write pages of traces into a folder, with the expected content of each page for `look.mjs`.
 
     python tests/browser/write_pages.py FOLDER
 
@@ -43,7 +43,7 @@ def long_trace(steps: int, rows: int = 2, length: int = 300, drafts: int = 4) ->
 
 
 def texts() -> dict[str, list[Trace]]:
-    """Record traces of text models, masked and causal, by the name of their page."""
+    """Record traces of the packaged model, and create some by hand: name of the page -> its traces."""
     model, traces = paradec.load(), {}
     request: dict[str, Any] = {"max_new_tokens": 32, "trace": True}
     for name, more in {

@@ -40,6 +40,7 @@ from traces import (
     load_trace,
     mark_others_full,
     model_of,
+    peek_trace,
     precisions,
     recorded_forwards,
     replay_case,
@@ -49,7 +50,6 @@ from traces import (
     select_cases,
     some_or_all,
     text_of,
-    trace_head,
     trace_names,
 )
 
@@ -59,8 +59,8 @@ from paradec.samplers.masked.state import MaskedState
 
 pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 
-BLOCKS = [n for n in trace_names("fastdllm", "fastdllm-jun25", "adablock") if cache_of(trace_head(n)) != "none"]
-FORCED = [n for n in trace_names("fastdllm-dream", "adablock-dream") if cache_of(trace_head(n)) != "none"]
+BLOCKS = [n for n in trace_names("fastdllm", "fastdllm-jun25", "adablock") if cache_of(peek_trace(n)) != "none"]
+FORCED = [n for n in trace_names("fastdllm-dream", "adablock-dream") if cache_of(peek_trace(n)) != "none"]
 DKV = trace_names("dkv", "dkv-dream")
 
 

@@ -23,11 +23,11 @@ from traces import (
     load_trace,
     mark_others_full,
     model_of,
+    peek_trace,
     recorded_forwards,
     replay_case,
     select_cases,
     some_or_all,
-    trace_head,
     trace_names,
 )
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:cache=")
 ROWS = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11, 12, 13], [14]]
 NEW = 20
 REQUEST = {"max_new_tokens": NEW, "block_length": 5, "eos_early_stop": False, "seed": 3}
-PRIORS = [name for name in trace_names("d2cache") if "prior_sigma" in trace_head(name)["settings"]]
+PRIORS = [name for name in trace_names("d2cache") if "prior_sigma" in peek_trace(name)["settings"]]
 NAMES = [name for name in trace_names("d2cache") if name not in PRIORS]
 
 

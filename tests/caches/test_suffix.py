@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_models import MASK, everything, tiny, wrap_kind
+from small_models import MASK, full_mask, tiny, wrap_kind
 
 import paradec
 from paradec import PipelinedBlocks, Suffix, caches, samplers
@@ -53,7 +53,7 @@ def plain_loop(model: Model, prompt: list[int], suffix: Suffix) -> list[int]:
         for _ in range(BLOCK):
             ids = torch.tensor([[row[position] for position in present]])
             with torch.no_grad():
-                mask, position_ids = everything(len(present)), torch.tensor([present])
+                mask, position_ids = full_mask(len(present)), torch.tensor([present])
                 logits = model.module(ids, attention_mask=mask, position_ids=position_ids).logits[0]
             logits[:, MASK] = -torch.inf
             confidence, tokens = logits.softmax(-1).max(-1)

@@ -25,7 +25,7 @@ def loaded() -> Iterator[None]:
         yield
 
 
-def prompts(folder: Path, entries: list[Any], name: str = "prompts.jsonl") -> Path:
+def write_prompts(folder: Path, entries: list[Any], name: str = "prompts.jsonl") -> Path:
     file = folder / name
     file.write_text("\n".join(entry if isinstance(entry, bytes) else json.dumps(entry) for entry in entries) + "\n")
     return file
@@ -46,7 +46,7 @@ def as_prompts(*texts: Any) -> list[Any]:
 @pytest.mark.thinned
 @pytest.mark.parametrize("batch", [1, 2, 100])
 def test_answers_are_in_the_order_of_the_prompts(batch: int, tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, as_prompts(*GOOD)), tmp_path / "answers.jsonl"
+    source, out = write_prompts(tmp_path, as_prompts(*GOOD)), tmp_path / "answers.jsonl"
     printed = ok("generate", "--in", source, "--out", out, "--batch", batch, "--seed", 0, "--temperature", 1)
     answers = read_lines(out)
     model = paradec.load()
@@ -69,7 +69,7 @@ def test_a_failing_prompt_has_an_error_and_the_others_answers(tmp_path: Path) ->
         {"prompt": GOOD[0], "id": "a"}, {"prompt": "Hello"}, {"prompt": 3, "id": 7}, {"prompt": ""}, [1, 2],
         "Copy: fig fox cow", {"messages": [{"role": "user"}]}, {"prompt": "Copy: " + "fig " * 600},
     ]  # fmt: skip
-    source, out = prompts(tmp_path, entries), tmp_path / "answers.jsonl"
+    source, out = write_prompts(tmp_path, entries), tmp_path / "answers.jsonl"
     with source.open("a") as file:
         file.write("\n{no json\n")
     result = run("generate", "--in", source, "--out", out)
@@ -88,9 +88,9 @@ def test_a_failing_prompt_has_an_error_and_the_others_answers(tmp_path: Path) ->
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the output at a byte, resume, and compare with an uninterrupted job. every: at each byte, not at some."""
+    """Cut the output at a byte, resume, and compare with an uninterrupted job. every: whether at each byte."""
     entries = [{"prompt": "Shuffle: pear fig apple", "id": "é\u2028\x85🦊"}, "H\u2028llo", {"messages": CHAT, "id": 7}]
-    source, full, out = prompts(tmp_path, entries), tmp_path / "complete.jsonl", tmp_path / "answers.jsonl"
+    source, full, out = write_prompts(tmp_path, entries), tmp_path / "complete.jsonl", tmp_path / "answers.jsonl"
     flags = ("--temperature", 1, "--batch", 2, "--max-new-tokens", 6, "--seed", 3)
     assert run("generate", "--in", source, "--out", full, *flags).exit_code == 1
     data = full.read_bytes()
@@ -127,7 +127,7 @@ OTHER_SETTINGS: list[tuple[tuple[Any, ...], list[str]]] = [
 
 
 def test_jobs_with_other_settings_cannot_resume(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, as_prompts(*GOOD[:2], "Hello")), tmp_path / "answers.jsonl"
+    source, out = write_prompts(tmp_path, as_prompts(*GOOD[:2], "Hello")), tmp_path / "answers.jsonl"
     assert run("generate", "--in", source, "--out", out, "--temperature", 1, "--seed", 3).exit_code == 1
     settings = json.loads(out.read_bytes().split(b"\n")[2])["settings"]  # a failed prompt has settings too
     request = {"temperature": 1.0, "seed": 3, "draws": DRAWS}
@@ -146,7 +146,7 @@ def test_jobs_with_other_settings_cannot_resume(tmp_path: Path) -> None:
 
 
 def test_resuming_compares_sampler_settings_and_versions(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, as_prompts(GOOD[0])), tmp_path / "answers.jsonl"
+    source, out = write_prompts(tmp_path, as_prompts(GOOD[0])), tmp_path / "answers.jsonl"
     flags = ("generate", "--in", source, "--out", out)
     ok(*flags, "--sampler", "credit", "--set", "threshold=0.8", "--cache", "dual")
     repeated = ("--resume", "--sampler", "credit", "--cache", "dual")
@@ -165,7 +165,7 @@ def test_resuming_compares_sampler_settings_and_versions(tmp_path: Path) -> None
 
 
 def test_files_without_answers_are_not_overwritten(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, as_prompts(GOOD[0])), tmp_path / "answers.jsonl"
+    source, out = write_prompts(tmp_path, as_prompts(GOOD[0])), tmp_path / "answers.jsonl"
     for text in (b"my notes", b'{"line": 1, \n', b'{"line": ' + b"[" * 5000 + b"\n"):
         out.write_bytes(text)
         assert "holds no answers at line 1" in refused("generate", "--in", source, "--out", out, "--resume")
@@ -190,7 +190,7 @@ def test_invalid_lines_fail_alone(tmp_path: Path) -> None:
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, as_prompts(*GOOD)), tmp_path / "answers.jsonl"
+    source, out = write_prompts(tmp_path, as_prompts(*GOOD)), tmp_path / "answers.jsonl"
     missing = refused("generate", "--in", tmp_path / "missing.jsonl", "--out", out)
     assert "'--in'" in missing and "does not exist" in missing
     assert "is a directory" in refused("generate", "--in", tmp_path, "--out", out)
@@ -206,8 +206,11 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
         (("--in", source, "--out", fresh, "--live"), "leave out --live"),
         (("--in", source, "--out", fresh, "Sort: fig"), "leave out a prompt"),
         (("--in", source, "--out", fresh, "--sampler", "wino", "--cache", "dkv_pd"), "dkv_pd"),
-        (("--in", prompts(tmp_path, [], "none.jsonl"), "--out", fresh), "has no prompts"),
-        (("--in", prompts(tmp_path, ["text,label"], "table.csv"), "--out", fresh), 'a "prompt" per line; with pandas'),
+        (("--in", write_prompts(tmp_path, [], "none.jsonl"), "--out", fresh), "has no prompts"),
+        (
+            ("--in", write_prompts(tmp_path, ["text,label"], "t.csv"), "--out", fresh),
+            'a "prompt" per line; with pandas',
+        ),
     ):
         assert message in refused("generate", *arguments), arguments
         assert not fresh.exists()
@@ -234,7 +237,7 @@ STEPWISE = ("--sampler", "low_confidence", "--max-new-tokens", 12, "--block-leng
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("cause", ["interrupt", "no memory", "an error"])
 def test_interrupted_batches_write_every_answer_once(copies: int, cause: str, tmp_path: Path, monkeypatch: Any) -> None:
-    source, out = prompts(tmp_path, as_prompts(*UNEVEN)), tmp_path / "answers.jsonl"
+    source, out = write_prompts(tmp_path, as_prompts(*UNEVEN)), tmp_path / "answers.jsonl"
     flags = ("--in", source, "--out", out, "-n", copies, "--batch", 4 * copies, "--seed", 0, *STEPWISE)
     raised = {"interrupt": KeyboardInterrupt, "no memory": torch.OutOfMemoryError, "an error": FloatingPointError("x")}
     update, steps = show.Bar.update, []
@@ -272,7 +275,7 @@ def test_lines_may_have_a_constraint(tmp_path: Path) -> None:
         {"prompt": "Copy: fox cow", "constraint": {"regex": "(?=a)b"}},
         {"prompt": "Copy: fox cow", "constraint": {"regex": "(fox ){9}fox"}},
     ]
-    source, out = prompts(tmp_path, entries), tmp_path / "answers.jsonl"
+    source, out = write_prompts(tmp_path, entries), tmp_path / "answers.jsonl"
     command = ("generate", "--in", source, "--out", out, "--max-new-tokens", 6, "--regex", "kiwi.*")
     assert run(*command).exit_code == 1
     actual = read_lines(out)
@@ -284,12 +287,12 @@ def test_lines_may_have_a_constraint(tmp_path: Path) -> None:
     assert actual[3]["text"].startswith("fox ") and actual[3]["id"] == "a"
     assert "lookahead" in actual[4]["error"] and "max_new_tokens=6" in actual[5]["error"]
     entries[3]["constraint"] = first
-    prompts(tmp_path, entries)
+    write_prompts(tmp_path, entries)
     assert "answers another prompt than line 4" in refused(*command, "--resume")
 
 
 def test_logprobs_of_files_equal_those_of_single_answers(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, as_prompts(GOOD[0], GOOD[2])), tmp_path / "answers.jsonl"
+    source, out = write_prompts(tmp_path, as_prompts(GOOD[0], GOOD[2])), tmp_path / "answers.jsonl"
     ok("generate", "--in", source, "--out", out, "--logprobs", 2, "--batch", 1)
     for entry in read_lines(out):
         expected = json.loads(ok("generate", entry["prompt"], "--logprobs", 2, "--json"))["logprobs"]
@@ -300,14 +303,14 @@ def test_logprobs_of_files_equal_those_of_single_answers(tmp_path: Path) -> None
 
 
 def test_a_line_without_a_prompt_says_what_it_has(tmp_path: Path) -> None:
-    source, out = prompts(tmp_path, [{"id": 1, "text": "Sort: pear fig apple"}]), tmp_path / "answers.jsonl"
+    source, out = write_prompts(tmp_path, [{"id": 1, "text": "Sort: pear fig apple"}]), tmp_path / "answers.jsonl"
     assert run("generate", "--in", source, "--out", out).exit_code == 1
     assert read_lines(out)[0]["error"].endswith("'text': rename the one with the text to \"prompt\"")
 
 
 def test_decide_answers_every_line(tmp_path: Path) -> None:
     entries = [{"prompt": GOOD[0], "id": "a"}, {"prompt": "Hello"}, {"prompt": GOOD[2], "constraint": {"regex": "a"}}]
-    source, out = prompts(tmp_path, [*entries, GOOD[2]]), tmp_path / "labels.jsonl"
+    source, out = write_prompts(tmp_path, [*entries, GOOD[2]]), tmp_path / "labels.jsonl"
     flags = ("decide", "--in", source, "--out", out, "--span", "=apple|fig|pear")
     result = run(*flags)
     assert result.exit_code == 1 and f"2 answers in {out}, 2 failed" in result.stdout

@@ -133,7 +133,7 @@ def test_schedules_commit_everything_within_their_steps(masks: int, steps: int) 
 
 
 def test_counts_of_dream_s_time_grid() -> None:
-    """Counts per step of 32 tokens: in 32 steps 0, then 1 each, at last 2; in 16 steps 1, then 2 each, at last 3."""
+    """The steps commit 0, 1, ..., 1, 2 of 32 tokens in 32 steps, and 1, 2, ..., 2, 3 in 16 steps."""
     for steps, expected in ((32, [0, *[1] * 30, 2]), (16, [1, *[2] * 14, 3])):
         num_masks, counts = 32, []
         for step in range(steps):

@@ -133,7 +133,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.thinned
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(("backend", "dtype", "tolerance", "length", "size", "heads", "groups"), LISTS)
-def test_random_lists_are_reference_attention(
+def test_random_lists_equal_reference_attention(
     backend: str, dtype: torch.dtype, tolerance: float, length: int, size: int, heads: int, groups: int
 ) -> None:
     query, key, value = random_tensors(2, heads, groups, length, 24 if backend == "triton" else 8, dtype)

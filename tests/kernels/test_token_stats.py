@@ -373,8 +373,7 @@ class FixedDraws(TokenDraws):
 
 
 def count_different_draws(stats_of: Callable[..., TokenStats], logits: Tensor, count: int, temperature: float) -> int:
-    """Count the draws from logits [N, V] that differ from exact draws in float64, and assert that their uniform numbers
-    are within 1e-6 of the boundary between the two tokens."""
+    """Count draws that differ from float64's; assert that their numbers are within 1e-6 of the tokens' boundary."""
     total = (logits.double() / temperature).softmax(-1).cumsum(-1)
     generator, num_different = torch.Generator().manual_seed(int(10 * temperature)), 0
     for _ in range(0, count, len(logits)):

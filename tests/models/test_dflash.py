@@ -108,7 +108,7 @@ def test_constrained_answers_have_the_right_distribution(loader: Any) -> None:
 
 
 def plain_block(config: dict, weights: dict[str, Tensor], block: Tensor, features: Tensor, causal: bool) -> Tensor:
-    """Compute one row: block [B, D] after C positions with features [C, layers * D] -> [B, D]."""
+    """Return the outputs [B, D] of one row's block [B, D] after C context positions with features [C, layers * D]."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]

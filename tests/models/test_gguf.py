@@ -1,4 +1,4 @@
-"""GGUF files against the folders of which they were made: logits, tokens, tokenizers, int8; damaged files."""
+"""GGUF files against the folders from which they were made: logits, tokens, tokenizers, int8; damaged files."""
 
 import importlib.util
 import json
@@ -36,7 +36,7 @@ from gguf_files import write_gguf  # noqa: E402
 
 from paradec.models import gguf  # noqa: E402
 
-CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {  # (folder of tests/golden, changes of config.json)
     "llada": ("llada-tiny", {}),
     "dream": ("dream-tiny", {}),
     "llada-moe": ("moe/llada-moe-tiny", {"mask_token_id": 95}),
@@ -50,7 +50,7 @@ TEXTS = ("one two  three", "seven\n\n12'll <think>x", f"{SPECIAL}nine <|end|>...
 
 
 def copy_checkpoint(name: str, tmp_path: Path) -> Path:
-    """Copy a golden checkpoint to `tmp_path`, with the fields of CHECKPOINTS in config.json."""
+    """Copy a golden checkpoint to `tmp_path`, with the changes that CHECKPOINTS has for it."""
     source, changes = GOLDEN / CHECKPOINTS[name][0], CHECKPOINTS[name][1]
     folder = tmp_path / name
     folder.mkdir()
@@ -60,7 +60,7 @@ def copy_checkpoint(name: str, tmp_path: Path) -> Path:
 
 
 def wide_folder(folder: Path, weights: dict[str, Tensor] | None = None, **changes: Any) -> Path:
-    """Write a random LLaDA or Dream of width 256, which quantised kinds of tensors need."""
+    """Write a random LLaDA or Dream, by default of width 256: quantized tensors need a multiple of it."""
     sizes = {"vocab_size": 300, "mask_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "rms_norm_eps": 1e-5}
     config = LLADA | {"d_model": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "mlp_hidden_size": 256} | sizes
     if changes.get("model_type") == "Dream":
@@ -84,14 +84,15 @@ def tokenizer() -> Any:
     return result
 
 
-def logits(model: Any, size: int = 60) -> Tensor:
-    tokens = torch.randint(3, size, (2, 16), generator=torch.Generator().manual_seed(0))
+def logits(model: Any) -> Tensor:
+    tokens = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(0))
     return model(Query(np.arange(2), tokens, torch.arange(16).expand(2, 16)))
 
 
-def decode(model: Any, prompt: Any = ([5, 6, 7, 8, 9], [11, 12])) -> list[list[int]]:
+def decode(model: Any) -> list[list[int]]:
+    """Return the new tokens of two short prompts."""
     arguments = {"sampler": "jacobi"} if model.facts.topology == "causal" else {}
-    output = paradec.generate(model, [*prompt], max_new_tokens=16, **arguments)
+    output = paradec.generate(model, [[5, 6, 7, 8, 9], [11, 12]], max_new_tokens=16, **arguments)
     return [row[:count].tolist() for row, count in zip(output.new_tokens, output.tokens, strict=True)]
 
 
@@ -392,6 +393,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data_start(file: Path) -> int:
+    """Return the offset of the tensors' data, which are padded to 32 bytes each and end the file."""
     tensors = gguf.read_gguf(str(file.parent), file.name, None).tensors.values()
     return file.stat().st_size - sum(-(-tensor.blocks.nbytes // 32) * 32 for tensor in tensors)
 
@@ -426,21 +428,22 @@ def test_files_with_wrong_bytes(count: int, small: Path, tmp_path: Path) -> None
     assert 0 < loaded < count / 2
 
 
-def text(value: str) -> bytes:
+def pack_text(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-def field(name: str, kind: int, value: bytes) -> bytes:
-    return text(name) + struct.pack("<I", kind) + value
+def pack_field(name: str, kind: int, value: bytes) -> bytes:
+    return pack_text(name) + struct.pack("<I", kind) + value
 
 
-def header(*fields: bytes, tensors: tuple[bytes, ...] = (), architecture: str = "dream") -> bytes:
-    fields = (field("general.architecture", 8, text(architecture)), *fields)
+def pack_header(*fields: bytes, tensors: tuple[bytes, ...] = (), architecture: str = "dream") -> bytes:
+    """Return a file that consists of its header: the architecture, and encoded fields and tensors."""
+    fields = (pack_field("general.architecture", 8, pack_text(architecture)), *fields)
     return b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields)) + b"".join((*fields, *tensors))
 
 
-def tensor(name: str, kind: int, *sizes: int) -> bytes:
-    return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, 0)
+def pack_tensor(name: str, kind: int, *sizes: int) -> bytes:
+    return pack_text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, 0)
 
 
 @pytest.mark.parametrize(
@@ -454,20 +457,28 @@ def tensor(name: str, kind: int, *sizes: int) -> bytes:
         (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "it states 1,152,921,504,606,846,976 tensors"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**40), "it is cut short: its header goes beyond its 32 bytes"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "it has no 'general.architecture'"),
-        (header(field("a", 9, struct.pack("<IQ", 8, 2**60))), "it states .* texts in 'a'"),
-        (header(field("a", 9, struct.pack("<IQ", 6, 2**60))), "it is cut short"),
-        (header(field("a", 9, struct.pack("<IQ", 9, 1))), "'a' has values of the unknown kind 9"),
-        (header(field("a", 13, b"")), "'a' has values of the unknown kind 13"),
-        (header(field("a", 0, b"1"), field("a", 0, b"1")), "it has 'a' twice"),
-        (header(field("split.count", 2, b"\3\0")), "it is one of 3 parts; join them"),
-        (header(field("general.alignment", 4, bytes(4))), "general.alignment=0 must be a positive integer"),
-        (header(field("dream.block_count", 4, b"\377" * 4)), "it states 4,294,967,295 layers, but only 0 tensors"),
-        (header(tensors=(tensor("x", 999, 4),)), "the tensor 'x' is of kind 999, which the package gguf does not"),
-        (header(tensors=(tensor("x", 26, 4),)), "the tensor 'x' is of kind 26, which the package gguf does not"),
-        (header(tensors=(tensor("x", 8, 4),)), r"the tensor 'x' is \[4\], which Q8_0 cannot hold"),
-        (header(tensors=(tensor("x", 0, 2**40, 2**40),)), "it is cut short: 'x' ends at byte"),
-        (header(tensors=(tensor("x", 0),)), "the tensor 'x' has 0 sizes"),
-        (header(tensors=(tensor("x", 0, 1),) * 2) + bytes(64), "it has the tensor 'x' twice"),
+        (pack_header(pack_field("a", 9, struct.pack("<IQ", 8, 2**60))), "it states .* texts in 'a'"),
+        (pack_header(pack_field("a", 9, struct.pack("<IQ", 6, 2**60))), "it is cut short"),
+        (pack_header(pack_field("a", 9, struct.pack("<IQ", 9, 1))), "'a' has values of the unknown kind 9"),
+        (pack_header(pack_field("a", 13, b"")), "'a' has values of the unknown kind 13"),
+        (pack_header(pack_field("a", 0, b"1"), pack_field("a", 0, b"1")), "it has 'a' twice"),
+        (pack_header(pack_field("split.count", 2, b"\3\0")), "it is one of 3 parts; join them"),
+        (pack_header(pack_field("general.alignment", 4, bytes(4))), "general.alignment=0 must be a positive integer"),
+        (
+            pack_header(pack_field("dream.block_count", 4, b"\377" * 4)),
+            "it states 4,294,967,295 layers, but only 0 tensors",
+        ),
+        *(
+            (
+                pack_header(tensors=(pack_tensor("x", k, 4),)),
+                f"the tensor 'x' is of kind {k}, which the package gguf does not",
+            )
+            for k in (999, 26)
+        ),
+        (pack_header(tensors=(pack_tensor("x", 8, 4),)), r"the tensor 'x' is \[4\], which Q8_0 cannot hold"),
+        (pack_header(tensors=(pack_tensor("x", 0, 2**40, 2**40),)), "it is cut short: 'x' ends at byte"),
+        (pack_header(tensors=(pack_tensor("x", 0),)), "the tensor 'x' has 0 sizes"),
+        (pack_header(tensors=(pack_tensor("x", 0, 1),) * 2) + bytes(64), "it has the tensor 'x' twice"),
     ],
 )
 def test_wrong_headers_are_refused(data: bytes, message: str, tmp_path: Path) -> None:
@@ -505,14 +516,14 @@ def test_unsupported_architectures_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     sources: tuple[tuple[Path, dict[str, Any]], ...] = ((file, {}), (tmp_path, {"gguf_file": "a.gguf"}))
     for architecture in ("bert", "diffusion-gemma", "unheard-of", "whisper"):
-        file.write_bytes(header(architecture=architecture))
+        file.write_bytes(pack_header(architecture=architecture))
         message = f"a.gguf' holds '{architecture}', which load cannot read from GGUF; it reads llada, dream, .*qwen3"
         for source, options in sources:
             assert "\n" not in refuses(partial(paradec.load, source, **options), message, CheckpointError)
-    file.write_bytes(header())
+    file.write_bytes(pack_header())
     for source, options in sources:
         refuses(partial(paradec.load, source, **options), "a.gguf' holds no token_embd.weight", CheckpointError)
-    file.write_bytes(header(architecture="phi3"))
+    file.write_bytes(pack_header(architecture="phi3"))
     message = "quantization='int8' does not work for .*a.gguf', which holds 'phi3'; it works for llada, .*qwen3moe"
     refuses(lambda: paradec.load(file, quantization="int8"), message, CheckpointError)
 

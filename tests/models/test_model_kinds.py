@@ -33,18 +33,19 @@ def models() -> dict[str, Any]:
     return result
 
 
-OURS = {
+KINDS = {
     "llamagen": "image", "llamagen of captions": "image", "nar": "neighbour image",
     "distilled llamagen": "distilled image", "distilled var": "distilled image", "emu3": "image", "chameleon": "image",
     "janus": "image", "glm_image": "image", "uvit": "codes", "masked image": "masked image", "mar": "continuous image",
     "var": "scale image", "lpd": "grouped image", "diffusion": "latent", "masked text": "text", "causal text": "text",
     "canvas": "canvas",
 }  # fmt: skip
-OTHERS = {"pipeline": "a DiTPipeline", "module": "a LlamaForCausalLM", "name": "'digits-ar'", "none": "None"}
-OTHERS |= {"class": "<class 'paradec.models.images.mar.MARModel'>"}
+NO_MODELS = {"pipeline": "a DiTPipeline", "module": "a LlamaForCausalLM", "name": "'digits-ar'", "none": "None"}
+NO_MODELS |= {"class": "<class 'paradec.models.images.mar.MARModel'>"}
 
 
 def assert_refused(call: Callable[[Any], Any], given: Any, kind: str | None, words: str, *allowed: str) -> None:
+    """Assert a TypeError that names the kind of `given` (or `words` if it is no model) and the allowed kinds."""
     module = getattr(given, "module", None)
     calls: list[int] = []
     if isinstance(module, nn.Module):
@@ -76,10 +77,10 @@ def test_every_sampler_refuses_wrong_kinds_of_models(models: dict[str, Any], nam
     def start(model: Any) -> Any:
         return sampler.start(model, prompt, **extra)
 
-    for entry, model_kind in OURS.items():
+    for entry, model_kind in KINDS.items():
         if model_kind not in kind.models:
             assert_refused(start, models[entry], model_kind, "", *kind.models)
-    for entry, words in OTHERS.items():
+    for entry, words in NO_MODELS.items():
         assert_refused(start, models[entry], None, words, *kind.models)
 
 
@@ -100,10 +101,10 @@ ENTRIES: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_point_refuses_wrong_kinds_of_models(models: dict[str, Any], entry: str) -> None:
     allowed, call = ENTRIES[entry]
-    for name, kind in OURS.items():
+    for name, kind in KINDS.items():
         if kind not in allowed:
             assert_refused(call, models[name], kind, "", *allowed)
-    for name, words in OTHERS.items():
+    for name, words in NO_MODELS.items():
         assert_refused(call, models[name], None, words, *allowed)
 
 
@@ -111,13 +112,13 @@ WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "s
 """Kinds without plain queries: they work on latents, on scales, or only with a store."""
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if OURS[name] not in WITHOUT_EMBEDDINGS])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if KINDS[name] not in WITHOUT_EMBEDDINGS])
 def test_embeddings_and_hidden_states_of_image_models(models: dict[str, Any], name: str) -> None:
     model = models[name]
     embeddings = model.token_embeddings()
     assert embeddings.shape[0] == model.facts.vocab_size and embeddings.ndim == 2
     assert len(embeddings.detach().unique(dim=0)) == len(embeddings)
-    if OURS[name] in ("image", "neighbour image"):
+    if KINDS[name] in ("image", "neighbour image"):
         captions = torch.randn(3, 16, dtype=torch.float64) if "captions" in name else [[1, 2, 3]]
         side = 32 if name == "emu3" else None  # Emu3's default grid is too long for the small model
         negative = {"negative_prompt": [[1]]} if name == "emu3" else {}

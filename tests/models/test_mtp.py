@@ -184,6 +184,7 @@ def rename_in_list(name: str) -> str | None:
 
 
 def to_layout(name: str, outer: str, inner: str, parts: tuple[str, ...]) -> str | None:
+    """Return a weight's name in another layout of the heads, or None for weights that the layout lacks."""
     result = name.removeprefix("model.layers.3.")
     if result == name:
         return name

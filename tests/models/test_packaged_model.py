@@ -7,12 +7,12 @@ from paradec import samplers
 from paradec.models.adapter import Model
 from paradec.tools.evaluation.tasks import TASKS, load_prompts
 
-PROMPTS = 12
+NUM_PROMPTS = 12
 """Prompts per task, of 48."""
 
 
 def success_and_tokens_per_forward(model: Model, task: str, sampler: object) -> tuple[float, float]:
-    examples = load_prompts([task], limit=PROMPTS)
+    examples = load_prompts([task], limit=NUM_PROMPTS)
     prompts = [example.prompt for example in examples]
     out = paradec.generate(model, prompts, sampler=sampler, max_new_tokens=24, block_length=24)
     checks = [TASKS[task].check(example, text) for example, text in zip(examples, out.text, strict=True)]

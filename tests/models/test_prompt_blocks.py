@@ -54,10 +54,10 @@ def test_decoding_equals_a_plain_loop(add: float, cache: str, prediction: str) -
     assert several == (add < 1)
 
 
-CUTS = [FixedBlocks(2), FixedBlocks(8), FixedBlocks(3), FixedBlocks(4, align="absolute"), "whole"]
+BLOCK_POLICIES = [FixedBlocks(2), FixedBlocks(8), FixedBlocks(3), FixedBlocks(4, align="absolute"), "whole"]
 
 
-@pytest.mark.parametrize(("prediction", "blocks"), covering(KINDS, CUTS))
+@pytest.mark.parametrize(("prediction", "blocks"), covering(KINDS, BLOCK_POLICIES))
 def test_caches_and_batches_with_custom_blocks(prediction: str, blocks: Any) -> None:
     model = prompt_aligned_model(2, prediction)
     plain, *others = (decode(model, blocks=blocks, cache=c, sampler="threshold") for c in ("none", "block", "dual"))
@@ -99,8 +99,8 @@ def test_guidance_and_drafts_with_every_cache(prediction: str) -> None:
     for out in guided[1:]:
         assert out.sequences.tolist() == guided[0].sequences.tolist()
     prompt, ids = ROWS[0], [*ROWS[0], *[MASK] * BLOCK]
-    with_, without = (plain_logits(model, each, 3) for each in (ids, [MASK] * len(ids)))
-    logits = without + 1.7 * (with_ - without)
+    conditional, unconditional = (plain_logits(model, each, 3) for each in (ids, [MASK] * len(ids)))
+    logits = unconditional + 1.7 * (conditional - unconditional)
     logits[:, MASK] = -torch.inf
     first = commits(guided[0], 0)[0]
     assert all(token == int(logits[position].argmax()) for position, token in first) and len(prompt) == 3

@@ -202,8 +202,6 @@ def run_short_checks(rank: int, formats: Any, folder: str, words: list[str]) -> 
 
 
 CHECKS: dict[str, Callable[..., Any]] = {"short": run_short_checks, "grid": decode_formats}
-
-
 BIDIRECTIONAL: list[dict[str, Any]] = [
     {"cache": cache} | sparse for sparse in ({}, {"sparse": True}) for cache in ("none", "dual")
 ]
@@ -212,7 +210,7 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
     "dream-tiny": [*BIDIRECTIONAL, {"cache": "dual", "guidance_scale": 1.7}],
     "sdar": [{"cache": "none"}, {"cache": "dual"}, {"cache": "block"}],
 }
-"""SparseD needs full attention, which SDAR does not have."""
+"""Checkpoint -> requests. SDAR has no sparse ones, because SparseD needs full attention."""
 SHORT: dict[str, list[dict[str, Any]]] = {
     "llada-tiny": [FORMATS["llada-tiny"][index] for index in (1, 2, 4)],
     "dream-tiny": [FORMATS["dream-tiny"][index] for index in (0, 3, 4)],

@@ -23,10 +23,10 @@ ROWS = [[3, 5, 7, 9, 11], [2], [20, 21, 22]]
 REQUEST: dict[str, Any] = {"max_new_tokens": 8, "sampler": "low_confidence"}
 
 
-def perturb(model: Model, share: float = 0.3) -> dict[str, Tensor]:
+def perturb(model: Model, std: float = 0.3) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
-        name: tensor + share * torch.randn(tensor.shape, generator=generator).to(tensor)
+        name: tensor + std * torch.randn(tensor.shape, generator=generator).to(tensor)
         for name, tensor in model.module.state_dict().items()
     }
 

@@ -55,7 +55,7 @@ def floats(module: torch.nn.Module) -> dict[str, Tensor]:
     return {name: tensor.float().contiguous() for name, tensor in module.state_dict().items()}
 
 
-Case = tuple[Path, str, Callable[[], Any]]
+Case = tuple[Path, str, Callable[[], Any]]  # (weights file, name of a weight in it, function that loads the file)
 
 
 def text_case(model_type: str) -> Callable[[Path], Case]:

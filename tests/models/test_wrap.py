@@ -257,7 +257,7 @@ def test_unwrap_leaves_the_module_as_it_was(make: Any, facts: dict[str, Any]) ->
     model.unwrap()  # a second call does nothing
 
 
-BOTH = {"prediction": "same", "topology": "bidirectional"}
+FACTS = {"prediction": "same", "topology": "bidirectional"}
 
 
 def without_vocabulary(module: Any) -> Any:
@@ -275,23 +275,23 @@ def gpt2() -> Any:
     [
         (decoder, {}, "prediction is needed to wrap LlamaForCausalLM: 'same' or 'shifted'"),
         (decoder, {"prediction": "same"}, "topology is needed to wrap LlamaForCausalLM: 'bidirectional',"),
-        (decoder, BOTH | {"mask_token_id": None}, "mask_token_id is needed to wrap LlamaForCausalLM"),
+        (decoder, FACTS | {"mask_token_id": None}, "mask_token_id is needed to wrap LlamaForCausalLM"),
         (decoder, {"prediction": "same", "topology": "block_causal"}, "block_length=None must be an integer"),
-        (decoder, BOTH | {"block_length": 4}, "block_length=4 is only for topology='block_causal', 'causal_context'"),
-        (decoder, BOTH | {"topology": "diagonal"}, "unknown topology: 'diagonal'"),
-        (decoder, BOTH | {"mask_token_id": WRAP_END}, "mask_token_id=7 is also an end-of-text id"),
-        (decoder, BOTH | {"pad_token_id": WRAP_MASK}, "pad_token_id=5 is also the mask id"),
-        (decoder, BOTH | {"eos_token_id": [7, 40]}, "eos_token_id=40"),
-        (decoder, BOTH | {"attn_implementation": "flash_attention_2"}, "attn_implementation='flash_attention_2'"),
+        (decoder, FACTS | {"block_length": 4}, "block_length=4 is only for topology='block_causal', 'causal_context'"),
+        (decoder, FACTS | {"topology": "diagonal"}, "unknown topology: 'diagonal'"),
+        (decoder, FACTS | {"mask_token_id": WRAP_END}, "mask_token_id=7 is also an end-of-text id"),
+        (decoder, FACTS | {"pad_token_id": WRAP_MASK}, "pad_token_id=5 is also the mask id"),
+        (decoder, FACTS | {"eos_token_id": [7, 40]}, "eos_token_id=40"),
+        (decoder, FACTS | {"attn_implementation": "flash_attention_2"}, "attn_implementation='flash_attention_2'"),
         (encoder, {"mask_token_id": None}, "mask_token_id is needed to wrap BertForMaskedLM"),
         (encoder, {"prediction": "shifted"}, "prediction='shifted', topology='bidirectional' do not fit"),
         (lambda: encoder(is_decoder=True), {}, "config.is_decoder=True makes BertForMaskedLM causal"),
         (lambda: encoder(return_dict=False), {}, "config.return_dict=False of BertForMaskedLM"),
-        (lambda: without_vocabulary(Opaque()), BOTH, "Opaque has no config.vocab_size"),
-        (lambda: decoder("Mistral"), BOTH, "config.sliding_window=4096 of MistralForCausalLM"),
-        (lambda: decoder("Gemma2"), BOTH, "config.layer_types=.'sliding_attention'. of Gemma2ForCausalLM"),
-        (gpt2, BOTH, "topology='bidirectional' is not available for GPT2LMHeadModel"),
-        (lambda: decoder().model, BOTH, "module LlamaModel has no language-model head"),
+        (lambda: without_vocabulary(Opaque()), FACTS, "Opaque has no config.vocab_size"),
+        (lambda: decoder("Mistral"), FACTS, "config.sliding_window=4096 of MistralForCausalLM"),
+        (lambda: decoder("Gemma2"), FACTS, "config.layer_types=.'sliding_attention'. of Gemma2ForCausalLM"),
+        (gpt2, FACTS, "topology='bidirectional' is not available for GPT2LMHeadModel"),
+        (lambda: decoder().model, FACTS, "module LlamaModel has no language-model head"),
     ],
 )
 def test_missing_and_wrong_facts_are_named(make: Any, facts: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from paradec.constraints import passes
 
 def surest(case: dict[str, Any], canvas: Canvas) -> int:
     """Return the first undecided slot whose most likely token has the largest probability under the constraint."""
-    probabilities, _ = distribution(automaton_of(case), softmax(model_of(case).module.of(canvas)), canvas)
+    probabilities, _ = distribution(automaton_of(case), softmax(model_of(case).module.canvas_logits(canvas)), canvas)
     best = {}
     for slot in [slot for slot, token in enumerate(canvas) if token is None]:
         marginal: dict[int, float] = {}
@@ -27,7 +27,7 @@ def masked_law(case: dict[str, Any], where: Any, canvas: Canvas) -> dict[tuple[i
     if None not in canvas:
         return {tuple(canvas): 1.0}
     automaton, slot, masses = automaton_of(case), where(canvas), dict[tuple[int, ...], float]()
-    p = softmax(model_of(case).module.of(canvas))[slot]
+    p = softmax(model_of(case).module.canvas_logits(canvas))[slot]
     trials = {token: [*canvas[:slot], token, *canvas[slot + 1 :]] for token in range(len(case["vocab"]))}
     allowed = [token for token, t in trials.items() if passes.completions(automaton, t, automaton.accept)[0, 0]]
     for token in allowed:

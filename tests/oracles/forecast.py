@@ -39,9 +39,7 @@ def forecast_loop(
     order: int,
     first_enhance: int,
 ) -> tuple[Tensor, list[str]]:
-    """Return the final latent, and "full" or "forecast" for each step.
-
-    Derivatives are finite differences of evaluated outputs."""
+    """Return the final latent and the kind of each step. Derivatives are finite differences of evaluated outputs."""
     counter, derivatives, last_full, kinds = 0, list[Tensor](), 0, list[str]()
     scheduler.set_timesteps(steps)
     classes = torch.tensor(labels)

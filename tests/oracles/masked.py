@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from decoding import INF
-from small_models import MASK, VOCAB, everything
+from small_models import MASK, VOCAB, full_mask
 from torch import Tensor, nn
 
 from paradec import AdaptiveBlocks, PipelinedBlocks, samplers
@@ -76,9 +76,7 @@ def factor_profile(row: list[float], margin: float) -> set[int]:
 
 
 HOLE = 8
-"""The mask id of the models of `wino`, `editing` and `saber`.
-
-Each yields after every step. memory: "num_remasked" counts positions that become masks again (or are edited)."""
+"""The mask id in `wino`, `editing` and `saber`, which yield after every step and count remasked or edited tokens."""
 
 
 def wino(model: Any, row: list[int], block: range, memory: dict, settings: dict) -> Iterator[None]:
@@ -344,13 +342,11 @@ def select_by_rule(name: str, settings: dict, scores: dict[int, float], step: in
 def decode_combination(
     model: Model, prompt: list[int], union: bool, rules: list[tuple[str, dict]], new: int, steps: int
 ) -> list[set[tuple[int, int, float]]]:
-    """Return the (position, token, score of the first rule) that each step commits, in one block of `new` tokens.
-
-    union: whether a step commits the union of the rules' positions, or the intersection."""
+    """Return each step's (position, token, first rule's score). union: of the rules' positions, not intersection."""
     canvas, commits = prompt + [MASK] * new, []
     while MASK in canvas:
         with torch.inference_mode():
-            logits = model.module(torch.tensor([canvas]), everything(len(canvas)), use_cache=False).logits[0, :, :MASK]
+            logits = model.module(torch.tensor([canvas]), full_mask(len(canvas)), use_cache=False).logits[0, :, :MASK]
         p, masks = logits.softmax(-1), [i for i, token in enumerate(canvas) if token == MASK]
         scores = [{i: score_of(p[i], name) for i in masks} for name, _ in rules]
         sets = [
@@ -369,10 +365,7 @@ def decode_combination(
 def adaptive_length(
     tokens: list[int], confidence: list[float], new: int, remaining: int, policy: AdaptiveBlocks, available: list[bool]
 ) -> int:
-    """Return the length of a block by AdaBlock's formula.
-
-    tokens, confidence, available: of the positions from the block's start. new: `max_new_tokens`. remaining: number of
-    positions from the block's start."""
+    """Return a block's length by AdaBlock's formula. The lists begin at the block; `remaining` positions follow."""
     best = None
     for i in range(min(int(policy.window * new), remaining)):
         if available[i] and tokens[i] in policy.delimiters and (best is None or confidence[i] > confidence[best]):
@@ -439,7 +432,7 @@ class StaleKeysModule:
     def read(self, row: list[int], fresh: slice, shift: int) -> tuple[list[float], list[int]]:
         """Return confidence and best token of every position, which are valid if the predicting position is fresh."""
         self.fresh = fresh
-        logits = self.module(torch.tensor([row]), everything(len(row)), use_cache=False).logits[0, :, :MASK]
+        logits = self.module(torch.tensor([row]), full_mask(len(row)), use_cache=False).logits[0, :, :MASK]
         logits = logits if not shift else torch.cat((logits[:1], logits[:-1]))
         p, best = logits.softmax(-1).max(-1)
         return p.tolist(), best.tolist()
@@ -503,8 +496,8 @@ def learn2pd_records(model: Model, prompt: list[int], new: int, length: int) -> 
 
     def forward(canvas: list[int]) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
-            everything = torch.ones(1, 1, len(canvas), len(canvas), dtype=torch.bool)
-            logits = model.module(torch.tensor([canvas]), attention_mask=everything, use_cache=False).logits[0]
+            full_mask = torch.ones(1, 1, len(canvas), len(canvas), dtype=torch.bool)
+            logits = model.module(torch.tensor([canvas]), attention_mask=full_mask, use_cache=False).logits[0]
         return logits.index_fill(1, torch.tensor(mask), -torch.inf).softmax(-1).max(-1)
 
     start = len(prompt)
@@ -632,9 +625,7 @@ class FreeDaveLoop:
         return [best_tokens[i] if i in chosen else token_id for i, token_id in enumerate(row)]
 
     def accept(self, drafts: list[list[int]], after: list[list[int]]) -> list[tuple[list[int], int]]:
-        """Return the accepted rows in order, each with the index of the draft whose logits determine the row.
-
-        after: each draft after one step of the rule."""
+        """Return the accepted rows, each with the index of the draft it follows. after: drafts after one more step."""
         path, index = [], 0
         while True:
             row, later = after[index], range(index + 1, len(drafts) if self.subset else min(index + 2, len(drafts)))

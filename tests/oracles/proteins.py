@@ -23,9 +23,7 @@ def conditional(model: ProteinMPNNModel, row: list[int], decided: list[int], pla
 
 
 def sequential(model: Any, row: list[int], order: list[int], key: Tensor, request: Request) -> tuple[list[int], float]:
-    """Sample one residue per call, with the random numbers that paradec assigns to its position.
-
-    Returns the row and the log-probability of the sampled residues."""
+    """Sample one residue per call, with paradec's random numbers; return the row and the samples' log-probability."""
     row, total = list(row), 0.0
     decided = [place for place, token in enumerate(row[1:]) if token != MASK_ID]
     for place in (place for place in order if row[1 + place] == MASK_ID):

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from small_models import MASK, everything
+from small_models import MASK, full_mask
 from torch import Tensor
 
 from paradec.core.rollouts import Rollout
@@ -25,7 +25,7 @@ def masked_logp(model: Model, rollout: Rollout, shrink: int = 1, temperature: fl
                 for step, b, unchanged in zip(steps, blocks, first, strict=True)
             ]
         block_ids = torch.tensor(blocks)
-        attention = block_ids[:, None] >= block_ids if facts.block_length else everything(length)
+        attention = block_ids[:, None] >= block_ids if facts.block_length else full_mask(length)
         mask = attention.view(1, 1, length, length)
         for step in {step for step in first if step >= 0}:
             decided = torch.tensor([-1 <= earlier < step for earlier in first])
@@ -43,9 +43,7 @@ def masked_logp(model: Model, rollout: Rollout, shrink: int = 1, temperature: fl
 
 
 def writes_logp(model: Model, rollout: Rollout, joined: bool) -> Tensor:
-    """Return the log-probability of every write, given the canvas before its step.
-
-    joined: whether all writes of a row are conditioned on the canvas before the row's first write instead."""
+    """Return each write's log-probability given the canvas before its step; if `joined`, before the first write."""
     logp, facts = torch.full((len(rollout.writes),), math.nan, dtype=torch.float64), model.facts
     for row, length in enumerate(rollout.length.tolist()):
         canvas = rollout.tokens[row, :length].masked_fill(rollout.step_map[row, :length] != -1, facts.mask_id)

@@ -192,9 +192,7 @@ def family_weights(family: str, config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def write_tokenizer(folder: Path, mask: str, states_mask: bool = True) -> None:
-    """Write a checkpoint's tokenizer.json, tokenizer_config.json and chat template.
-
-    mask: text of the mask token. states_mask: whether tokenizer_config.json names it."""
+    """Write tokenizer files. mask: text of the mask token. states_mask: whether tokenizer_config.json names it."""
     words = [mask if word == "mask" else word for word in FAMILY_WORDS]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     table = {
@@ -216,9 +214,7 @@ def write_tokenizer(folder: Path, mask: str, states_mask: bool = True) -> None:
 
 
 def write_family(folder: Path, family: str, weights: dict[str, Tensor] | None = None, **fields: Any) -> Path:
-    """Write a checkpoint of SDAR or Fast-dLLM v2 in the published format, with remote code that must not run.
-
-    fields: changed fields of config.json."""
+    """Write SDAR or Fast-dLLM v2 as published, with remote code that must not run. fields: changes of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(changed(CONFIGS[family], **fields)))
     save_file(family_weights(family, CONFIGS[family]) if weights is None else weights, folder / "model.safetensors")

@@ -31,9 +31,7 @@ MASKED = [name for name in samplers.names() if samplers.get(name).family == "mas
 
 
 def covering(*parameters: Iterable[Any]) -> list[Any]:
-    """Return all combinations of the values of several parameters, as parameters of a test.
-
-    A few combinations cover every value; the rest is marked `further`."""
+    """Return all combinations of several parameters' values. All but a few, which cover every value, are `further`."""
     columns = [list(values) for values in parameters]
     default = {tuple(row % len(column) for column in columns) for row in range(max(map(len, columns)))}
     return [
@@ -77,9 +75,7 @@ INF = math.inf
 
 
 def view_from_scores(scores: Tensor) -> View:
-    """Return a view of scores [rows, positions], in which positions above -inf are the candidates.
-
-    Fields for memory, schedules and random numbers are None."""
+    """Return a view of scores [rows, positions], whose candidates are above -inf. Fields for other uses are None."""
     rows, width = scores.shape
     used_fields = {
         "scores": scores,
@@ -172,9 +168,7 @@ class TensorRecorder:
 
 
 class Failing:
-    """A model that returns NaN for rows that contain `token`.
-
-    If `error` is set, it is raised instead, and also in the call after the first `calls` calls."""
+    """A model that returns NaN, or raises `error`, for rows with `token`; after `calls` calls it raises `error` too."""
 
     def __init__(self, model: Model, token: int = -1, calls: int = -1, error: BaseException | None = None):
         self.model, self.token, self.calls_left, self.error = model, token, calls, error
@@ -215,9 +209,7 @@ def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def state_values(state: Any) -> dict[str, Any]:
-    """Return the fields of a state that only a commit changes.
-
-    Stores are excluded, because model calls write into them, as are constant fields and cached properties."""
+    """Return the fields of a state that only commits change: no stores (model calls write them) and no constants."""
     excluded = {"request", "facts", "store", "after"}
     excluded |= {name for name in vars(state) if isinstance(getattr(type(state), name, None), cached_property)}
     return {name: value for name, value in vars(state).items() if name not in excluded}

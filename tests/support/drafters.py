@@ -83,9 +83,7 @@ ROWS, NEW = 2000, 3
 
 
 def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
-    """Sample `ROWS` answers to each of two prompts in one batch; return the p-value of each prompt's answers.
-
-    The expected probabilities come from the base model, for all answers of `NEW` tokens."""
+    """Sample `ROWS` answers of `NEW` tokens to each of two prompts; return their p-values under the base model."""
     guided = request.get("guidance_scale", 1) != 1
     rows = [PROMPTS[:2][i % 2] for i in range(2 * ROWS)]
     if guided:
@@ -153,8 +151,7 @@ def drafts_after(
 def pair_p_value(
     drafter: Any, base: Model, rows: int, allowed_ids: Sequence[int] = (1, 7, 20, 33, 45, 60), **request: Any
 ) -> float:
-    """Return the p-value of the second and third token of sampled answers, under the base model's distribution over
-    six allowed tokens."""
+    """Return the p-value of tokens 2 and 3 of sampled answers, under the base model limited to six allowed tokens."""
     prompt = [3, 14, 15]
     request = {"temperature": 1.0, **request, "suppress_tokens": [i for i in range(64) if i not in allowed_ids]}
     sampler = paradec.samplers.create("speculative", drafter=drafter)

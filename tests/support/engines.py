@@ -55,9 +55,9 @@ BLOCK = 4
 
 @dataclass(frozen=True)
 class EngineSampler:
-    """A sampler under test. why: what the case covers. config: settings of the algorithm in the engine."""
+    """A sampler under test. covers: what the case tests. config: settings of the algorithm in the engine."""
 
-    why: str
+    covers: str
     make: Callable[[], Any]
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -147,8 +147,7 @@ class Requests:
 def check_sampler(name: str, algorithm: Any, runner: Callable[[Any], Any], model: Model, fdfo: bool) -> None:
     """Assert that the tokens after every step equal those of `paradec.generate`.
 
-    fdfo: whether the loop is asynchronous (first done, first out). Then the number of forwards is checked too: it has
-    one more for each stored block."""
+    fdfo: whether the loop is asynchronous (first done, first out), which takes one more forward per stored block."""
     rule, draw, blocks = ENGINE_SAMPLERS[name], random.Random(f"{name} {fdfo}"), 3
     prompts = {key: [draw.randrange(36) for _ in range(length)] for key, length in {"a": 3, "b": 6, "c": 4}.items()}
     requests = Requests(model, prompts, blocks)

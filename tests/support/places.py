@@ -33,13 +33,7 @@ def make_temporary_folder() -> Path:
 
 
 def unpack_golden() -> Path:
-    """Unpack the families of tests/golden, ZIP files and plain folders, into one folder.
-
-    This process unpacks once. Child processes, such as pytest's workers, use the same folder.
-
-    Raises:
-        FileExistsError: a family is both a ZIP file and a folder.
-    """
+    """Unpack tests/golden, ZIP files and folders, into one folder, which child processes (pytest's workers) share."""
     shared = os.environ.get(_SHARED)
     if shared and os.path.isdir(shared):
         return Path(shared)

@@ -271,9 +271,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def replays(argument: str, group: str = "") -> Callable[[Test], Test]:
-    """Decorate a test that replays one case per call, to record the outcome.
-
-    argument: the test's argument that is or names the case. group: prefix of the case's name."""
+    """Decorate a test to record its outcome. argument: the one that is or names the case. group: the name's prefix."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)

@@ -50,7 +50,7 @@ def tiny(
     return model
 
 
-def everything(length: int) -> torch.Tensor:
+def full_mask(length: int) -> torch.Tensor:
     """Return an attention mask [1, 1, length, length] for direct module calls, in which all positions are visible."""
     return torch.ones(1, 1, length, length, dtype=torch.bool)
 
@@ -162,8 +162,6 @@ def random_ids(*shape: int) -> Tensor:
 
 
 ROWS = [[8, 9, 10], [11, 12, 13, 14, 15, 16, 17, 18], [1, 20], [21, 22, 23, 24, 25]]
-
-
 UBIQUITIN = ROOT / "benchmarks" / "data" / "backbones" / "1ubi.pdb"
 
 

@@ -57,9 +57,7 @@ def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:
 
 
 def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | None = None) -> TokenAutomaton:
-    """Return the token automaton of a case.
-
-    regex: replaces the case's constraint. ends: replaces the field that says whether texts may have end tokens."""
+    """Return a case's token automaton. regex, ends: replace its constraint, and whether texts may have end tokens."""
     vocab, end = case["vocab"], case["end"]
     value = parse_constraint("constraint", case["constraint"] if regex is None else {"regex": regex})
     ids = (end,) if (case["ends"] if ends is None else ends) else ()
@@ -78,7 +76,7 @@ class Table(nn.Module):
         self.extra = extra
         self.config = SimpleNamespace(vocab_size=self.bias.shape[1] + extra, max_position_embeddings=64)
 
-    def of(self, canvas: Canvas) -> Tensor:
+    def canvas_logits(self, canvas: Canvas) -> Tensor:
         """Return logits [n, V] for a canvas."""
         logits = self.bias.clone()
         for position, token in enumerate(canvas):
@@ -94,7 +92,7 @@ class Table(nn.Module):
         logits[:, 1:, size:] = -torch.inf
         for row, tokens in enumerate(ids[:, 1:].tolist()):
             known = [token if token < size else None for token in tokens[: len(self.bias)]]
-            logits[row, 1 : 1 + len(known), :size] = self.of(known)[: len(known)]
+            logits[row, 1 : 1 + len(known), :size] = self.canvas_logits(known)[: len(known)]
         return logits
 
 
@@ -158,9 +156,7 @@ def texts_behind_a_marker(case: dict[str, Any]) -> list[tuple[int, ...]]:
 
 
 def distribution(automaton: TokenAutomaton, p: Any, canvas: Canvas) -> tuple[dict[tuple[int, ...], float], float]:
-    """Return the probabilities of the allowed texts, and their sum before normalization.
-
-    Undecided slots are independent, with probabilities p [slots, vocabulary]."""
+    """Return the probabilities of allowed texts under independent p [slots, vocabulary], and their unnormalized sum."""
     masses = {
         text: math.prod(p[slot][token] for slot, token in enumerate(text) if canvas[slot] is None)
         for text in texts_of(automaton, canvas)
@@ -176,9 +172,7 @@ def softmax(logits: Tensor) -> list[list[float]]:
 def masked_distribution(
     automaton: TokenAutomaton, p_after: Callable[[tuple[int, ...]], list[float]], slots: int
 ) -> dict[tuple[int, ...], float]:
-    """Return the distribution of texts decoded token by token under a constraint, by recursion over prefixes.
-
-    p_after: returns the model's distribution after a prefix."""
+    """Return the distribution of texts decoded token by token under a constraint. p_after: p after a prefix."""
     masses: dict[tuple[int, ...], float] = {}
 
     def can_complete(state: int, num_tokens: int) -> bool:
@@ -220,9 +214,7 @@ def add_letter_tokenizer(model: Model, end: int) -> Model:
 
 
 def assert_masked_decoding(sampler: Any, model: Model, pattern: str, slots: int, rows: int, **request: Any) -> Any:
-    """Assert that sampled and greedy answers under a regex have the distribution of token-by-token decoding.
-
-    model: causal. Returns the output with the sampled answers."""
+    """Assert that samples and greedy answers of a causal model equal token-by-token decoding; return the samples."""
     prompt, value = [3, 1, 2], paradec.Regex(pattern)
     ends, size = model.facts.eos_token_ids, model.facts.vocab_size
 

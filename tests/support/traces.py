@@ -47,7 +47,8 @@ def load_trace(name: str) -> Any:
     return trace
 
 
-def trace_head(name: str) -> Any:
+def peek_trace(name: str) -> Any:
+    """Read a trace to choose what to replay: reads of its fields are not recorded."""
     return read_json_unrecorded(TRACES / f"{name}.json")
 
 
@@ -75,15 +76,13 @@ def some_or_all(*numbers: int) -> list[Any]:
 
 
 def precisions(*numbers: int) -> list[Any]:
-    """Return parameters (precision, numbers) of a test: these cases in float64; and None for all cases in float64 and
-    in float32, which are marked `full`."""
+    """Return parameters (precision, numbers): these cases in float64, and all cases in both precisions (`full`)."""
     full = [pytest.param(dtype, None, id=dtype, marks=pytest.mark.full) for dtype in ("float64", "float32")]
     return [pytest.param("float64", numbers, id="some"), *full]
 
 
 def select_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, dict]]:
-    """Return (name, case) of the selected cases. numbers: indices, modulo the count, among the cases with `fp64_same`;
-    None selects all cases."""
+    """Return (name, case) pairs. numbers: indices, modulo the count, among the cases with `fp64_same`; None: all."""
     cases = [(f"{trace['file']}, case {number}", case) for number, case in enumerate(trace["cases"])]
     if numbers is None:
         return cases
@@ -91,7 +90,7 @@ def select_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, 
     return [cases[index] for index in sorted({number % len(cases) for number in numbers})] if cases else []
 
 
-def select_covering_traces(names: Iterable[str], together: int = 2, load: Callable = trace_head) -> list[str]:
+def select_covering_traces(names: Iterable[str], together: int = 2, load: Callable = peek_trace) -> list[str]:
     """Select a few of the traces that cover all combinations of `together` values of settings which occur in them.
 
     Model, batch size and method count as settings. The selection is greedy, by new combinations per forward."""
@@ -111,7 +110,7 @@ def select_covering_traces(names: Iterable[str], together: int = 2, load: Callab
     return sorted(selected)
 
 
-def mark_others_full(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = trace_head) -> list[Any]:
+def mark_others_full(names: Iterable[str], together: int = 2, load: Callable[[str], dict] = peek_trace) -> list[Any]:
     """Return all names as parameters of a test. Names that `select_covering_traces` does not select get `full`."""
     names = list(names)
     default = select_covering_traces(names, together, load)
@@ -419,9 +418,7 @@ def _their_call(step: dict, row: int, batch: int) -> Call:
 
 
 def assert_replayed(rows: list[Row], exact: bool = True) -> None:
-    """Assert that final tokens and number of calls equal the reference's.
-
-    exact: whether each call's commits and number of evaluated positions are compared too."""
+    """Assert that tokens and counts of calls are the reference's; if `exact`, also commits and evaluated positions."""
     for case_rows in group_by_case(rows):
         with replay_rows(case_rows):
             for row in case_rows:
@@ -462,8 +459,7 @@ def insert_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
 
 
 def force_first_position(sampler: MaskedSampler) -> MaskedSampler:
-    """Return a copy of `sampler` whose first step in a block commits only the first position, like public code does
-    with a cache."""
+    """Return a copy of `sampler` whose first step in a block commits only the first position, as in public code."""
 
     class FirstPositionFirst(type(sampler)):  # type: ignore[misc]
         def quota(self, state: MaskedState, rows: Any) -> Any:
@@ -489,8 +485,7 @@ def restrict_to_top_k(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, 
 
 
 class PrefixWithoutLeftPosition(PrefixCache):
-    """A prefix cache that does not evaluate the position left of the block, which predicts its first token if logits
-    are shifted."""
+    """A prefix cache without the position left of the block, whose shifted logits predict the block's first token."""
 
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> Any:
         start, stop = self.range(state, state.window.rows[chosen])
@@ -516,9 +511,7 @@ class Forward:
 
 
 def recorded_forwards(case: dict, block: int | None = None) -> list[Forward]:
-    """Return the reference's forwards, from a trace with the field `fed`.
-
-    block: block length. If set, commits after the current block are dropped: they fill the row after an end token."""
+    """Return the reference's forwards. block: drop commits after blocks of this length, which fill ended rows."""
     forwards = []
     for step in case["steps"]:
         fed = {position for start, stop in step["fed"] for position in range(start, stop)}

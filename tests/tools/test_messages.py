@@ -69,8 +69,6 @@ FILES: dict[Callable[[Path], Any], list[tuple[str, ...]]] = {
         ("tasks: [a]\npreset: none.json", "none.json"), ("- 3", "fields"), ("tasks: [", "YAML"),
     ],
 }  # fmt: skip
-
-
 FILE_CASES = [(read, text, words) for read, cases in FILES.items() for text, *words in cases]
 
 

@@ -37,34 +37,34 @@ def case(name: str) -> tuple[dict[str, np.ndarray], PreviewGrid, ImageRequest]:
     return arrays, grid, model().lay_out(rows, [[tuple(size) for size in facts["sources"]]] * len(rows), grid)
 
 
-def logits_of(image: ImageRequest, row: int, tokens: list[int]) -> Tensor:
+def logits_of(inputs: ImageRequest, row: int, tokens: list[int]) -> Tensor:
     """Return the logits [L, V] of one row, evaluated alone."""
     ids = torch.tensor([tokens])
     positions = torch.arange(len(tokens))[None]
     query = Query(rows=np.array([row]), tokens=ids, positions=positions, forwarded=np.array([len(tokens)]))
-    return image.model(query)[0]
+    return inputs.model(query)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
 def test_positions_and_forwards_equal_the_recorded_ones(name: str) -> None:
-    arrays, grid, image = case(name)
+    arrays, grid, inputs = case(name)
     facts, codes = CASES[name], arrays["laws"].shape[-1]
     assert grid.length == facts["tokens"]
-    assert facts["prompt_lengths"] == [len(prompt) for prompt in image.prompts.rows]
-    assert facts["batch"] == len(image.prompts.rows)
+    assert facts["prompt_lengths"] == [len(prompt) for prompt in inputs.prompts.rows]
+    assert facts["batch"] == len(inputs.prompts.rows)
     unrestricted = arrays["greedy_unrestricted"]
     assert facts["non_codes_unrestricted"] == (unrestricted >= codes).sum()
     assert facts["distinct_greedy"] == len(np.unique(arrays["greedy"]))
-    for row, prompt in enumerate(image.prompts.rows):
+    for row, prompt in enumerate(inputs.prompts.rows):
         first = len(arrays["input_ids"][row]) - len(prompt)
         expected = np.concatenate((arrays["prompt_positions"][:, row, first:], arrays["decode_positions"][:, row]), 1)
         # the last recorded position is the end token's, which paradec does not evaluate
-        assert np.array_equal(image.model._token_positions[row, : len(prompt) + grid.length].T, expected[:, :-1])
-        logits = logits_of(image, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
+        assert np.array_equal(inputs.model._token_positions[row, : len(prompt) + grid.length].T, expected[:, :-1])
+        logits = logits_of(inputs, row, [*prompt, *arrays["forced"][row].tolist()])[len(prompt) - 1 :]
         np.testing.assert_allclose(logits.numpy(), arrays["forced_logits"][row], atol=1e-9, rtol=0)
         if len(unrestricted[row]) == grid.length:  # the run without restrictions did not stop early
-            actual = logits_of(image, row, [*prompt, *unrestricted[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
+            actual = logits_of(inputs, row, [*prompt, *unrestricted[row].tolist()])[len(prompt) - 1 : -1].argmax(-1)
             assert np.array_equal(actual, unrestricted[row])
 
 
@@ -73,10 +73,10 @@ def test_positions_and_forwards_equal_the_recorded_ones(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
 def test_greedy_tokens_equal_the_recorded_ones(name: str, sampler: str) -> None:
-    arrays, grid, image = case(name)
+    arrays, grid, inputs = case(name)
     method = paradec.samplers.create(sampler)
-    state = model().begin(method, image, grid, paradec.Request(sampler=method, temperature=0))
-    paradec.decode(method, image.model, state)
+    state = model().begin(method, inputs, grid, paradec.Request(sampler=method, temperature=0))
+    paradec.decode(method, inputs.model, state)
     reading = model().read(state, grid)
     assert np.array_equal(reading.tokens.numpy(), arrays["greedy"])
     assert np.array_equal(grid.prior_token_ids(reading.tokens).numpy(), arrays["prior_greedy"])
@@ -86,12 +86,12 @@ def test_greedy_tokens_equal_the_recorded_ones(name: str, sampler: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 @replays("name")
 def test_distributions_and_draws_equal_the_recorded_ones(name: str) -> None:
-    arrays, grid, image = case(name)
+    arrays, grid, inputs = case(name)
     method = paradec.samplers.create("sjd")
     request = paradec.Request(sampler=method, **model().defaults)
-    state = model().begin(method, image, grid, request)
-    for row, prompt in enumerate(image.prompts.rows):
-        logits = logits_of(image, row, [*prompt, *arrays["sampled"][row].tolist()])[None, len(prompt) - 1 : -1]
+    state = model().begin(method, inputs, grid, request)
+    for row, prompt in enumerate(inputs.prompts.rows):
+        logits = logits_of(inputs, row, [*prompt, *arrays["sampled"][row].tolist()])[None, len(prompt) - 1 : -1]
         positions = torch.arange(len(prompt), len(prompt) + grid.length)[None]
         actual = state.distribution(logits, np.array([row]), positions)[0].numpy()
         codes = arrays["laws"].shape[-1]
@@ -169,14 +169,14 @@ def test_zipar_decodes_the_preview_before_the_large_raster(window: int) -> None:
     assert len(steps) == (2 + min(window, 2)) + (4 + 2 * min(window, 4))
     assert set(range(-1, 3)) <= {position for step in steps[:-1] for position in step.positions}
     method = paradec.samplers.create("zipar", window=window)
-    image = model().lay_out([[100, 101, 64], [102, 64]], [(), ()], GRID)
-    state = model().begin(method, image, GRID, paradec.Request(sampler=method, temperature=0))
-    paradec.decode(method, image.model, state)
+    inputs = model().lay_out([[100, 101, 64], [102, 64]], [(), ()], GRID)
+    state = model().begin(method, inputs, GRID, paradec.Request(sampler=method, temperature=0))
+    paradec.decode(method, inputs.model, state)
     tokens = model().read(state, GRID).tokens
     # at these offsets ZipAR's tokens have the same context as in token-by-token decoding
-    for row, prompt in enumerate(image.prompts.rows):
+    for row, prompt in enumerate(inputs.prompts.rows):
         for offset in (0, 1, 4, 5):
-            logits = last_logits(image.model, row, prompt + tokens[row, :offset].tolist())
+            logits = last_logits(inputs.model, row, prompt + tokens[row, :offset].tolist())
             assert int(logits[:64].argmax()) == int(tokens[row, offset])
     assert int(state.nfe[0]) == len(steps)
 
@@ -187,14 +187,14 @@ def test_pairs_of_tokens_have_the_model_s_distribution(sampler: str) -> None:
     rows, prompt, grid = 1500, [100, 101, 64], PreviewGrid(1, 1, range(64), preview=(1, 1))
     method = paradec.samplers.create(sampler)
     request = paradec.Request(sampler=method, seed=1, **model().defaults)
-    image = model().lay_out([prompt] * rows, [()] * rows, grid)
-    state = model().begin(method, image, grid, request)
+    inputs = model().lay_out([prompt] * rows, [()] * rows, grid)
+    state = model().begin(method, inputs, grid, request)
     probability = {}
     for first in range(64):
-        logits = logits_of(image, 0, [*prompt, first])[None, len(prompt) - 1 :]
+        logits = logits_of(inputs, 0, [*prompt, first])[None, len(prompt) - 1 :]
         p = state.distribution(logits, np.array([0]), torch.arange(3, 5)[None])[0].numpy()
         probability |= {(first, second): p[0, first] * p[1, second] for second in range(64)}
-    paradec.decode(method, image.model, state)
+    paradec.decode(method, inputs.model, state)
     actual = [tuple(pair) for pair in model().read(state, grid).tokens.tolist()]
     assert all(probability[pair] > 0 for pair in actual)
     likely = [pair for pair, p in probability.items() if p * rows >= 5]

@@ -174,20 +174,20 @@ def test_resizing_changes_positions_but_not_the_class_entry(tmp_path: Path) -> N
     assert paradec.generate_images(model, class_labels=[1, 2], seed=0, output_type="latent").codes.shape == (2, 6, 6)
 
 
-def make(model: LPDModel, **request: Any) -> Any:
+def paint(model: LPDModel, **request: Any) -> Any:
     arguments = {"class_labels": [1, 2], "seed": 0, "guidance_scale": 2.0, "output_type": "latent"}
     return paradec.generate_images(model, **(arguments | request))
 
 
 def test_pictures_are_decoded_from_codes() -> None:
     model = tiny_lpd()
-    output = make(model, output_type="pt")
+    output = paint(model, output_type="pt")
     assert output.images.shape == (2, 3, 8, 8) and output.codes.shape == (2, 4, 4)
     assert torch.equal(output.images, model.decode(output.tokens, output.grid))
     assert output.accepted.sum(0).tolist() == [16, 16] and output.row_nfe == [5, 5]
     # groups of 1, 2, 4, 4 and 5: each of two branches evaluates the class, 16 masks, and the first 11 tokens
     assert output.forwarded_tokens == 2 * 2 * (1 + 16 + 11)
-    refuses(lambda: make(LPDModel(model.module), output_type="pt"), "has no VQ decoder")
+    refuses(lambda: paint(LPDModel(model.module), output_type="pt"), "has no VQ decoder")
 
 
 def test_top_p_applies_after_top_k() -> None:
@@ -213,16 +213,16 @@ def test_guidance_grows_with_the_rank() -> None:
     assert actual == [1 + 4 * rank / 16 for rank in range(16)]
     assert replace(sampler, guidance_schedule="constant").guidance(state) == 5.0
     # with a guidance scale of 1 only one branch is evaluated
-    assert make(model, guidance_scale=1.0).row_forwards == 10 and make(model).row_forwards == 20
+    assert paint(model, guidance_scale=1.0).row_forwards == 10 and paint(model).row_forwards == 20
 
 
 def test_steps_set_the_number_of_groups() -> None:
-    model = tiny_lpd()
-    assert make(model, steps=3).nfe == 3 and make(model, steps=3, sampler="lpd").nfe == 3
-    assert make(model, steps=16).accepted.max() == 1
-    assert make(model, sampler=samplers.create("groups", order="cosine"), steps=6).nfe == 6
-    refuses(lambda: make(model, sampler=samplers.create("groups", order="diagonal"), steps=3), "steps=3 has no meaning")
-    refuses(lambda: make(model, steps=17), "sizes=17 must be an integer from 1 to 16")
+    model, diagonal = tiny_lpd(), samplers.create("groups", order="diagonal")
+    assert paint(model, steps=3).nfe == 3 and paint(model, steps=3, sampler="lpd").nfe == 3
+    assert paint(model, steps=16).accepted.max() == 1
+    assert paint(model, sampler=samplers.create("groups", order="cosine"), steps=6).nfe == 6
+    refuses(lambda: paint(model, sampler=diagonal, steps=3), "steps=3 has no meaning")
+    refuses(lambda: paint(model, steps=17), "sizes=17 must be an integer from 1 to 16")
 
 
 def test_defaults_have_the_published_guidance_and_repulsion() -> None:

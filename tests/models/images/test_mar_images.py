@@ -28,7 +28,7 @@ def model() -> MARModel:
     return MARModel(module, KLDecoder(VQConfig(**MAR_DECODER)), {"steps": 5, "guidance_scale": 2.0}, "tiny")
 
 
-def make(model: MARModel, **request: Any) -> Any:
+def paint(model: MARModel, **request: Any) -> Any:
     sampler = paradec.samplers.create("mar", head_steps=3)
     settings = {"class_labels": [1, 2], "sampler": sampler, "seed": 0, "output_type": "latent"}
     return paradec.generate_images(model, **(settings | request))
@@ -116,26 +116,26 @@ def test_files_and_folders_load(model: MARModel, tmp_path: Path) -> None:
 
 def test_pictures_equal_a_plain_loop(model: MARModel) -> None:
     sampler = paradec.samplers.create("mar", preset="recap", head_steps=3)
-    out = make(model, sampler=sampler, num_images=2)
+    out = paint(model, sampler=sampler, num_images=2)
     state = sampler.start(model, [1, 1, 2, 2], steps=5, guidance_scale=2.0, seed=0)
     decode(sampler, model, state)
     assert torch.equal(out.tokens, state.tokens) and torch.equal(out.images, model.image(state.tokens))
     assert out.codes is None and out.images.shape == (4, 4, 4, 4) and len(set(out.tokens[:, 0, 0].tolist())) == 4
     assert (out.nfe, out.row_forwards, out.tokens_per_forward) == (5, 40, 16 / 5)
     assert out.accepted.shape == (5, 4) and (out.accepted.sum(0) == 16).all()
-    alone = make(model, sampler=sampler, class_labels=2, num_images=2)
+    alone = paint(model, sampler=sampler, class_labels=2, num_images=2)
     torch.testing.assert_close(alone.tokens, out.tokens[2:], atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.5])
 def test_request_temperature_overrides_the_sampler(model: MARModel, temperature: float) -> None:
     sampler = paradec.samplers.create("mar", head_steps=3, temperature=temperature)
-    tokens = make(model, temperature=temperature).tokens
-    assert torch.equal(tokens, make(model, sampler=sampler).tokens) and not torch.equal(tokens, make(model).tokens)
+    tokens = paint(model, temperature=temperature).tokens
+    assert torch.equal(tokens, paint(model, sampler=sampler).tokens) and not torch.equal(tokens, paint(model).tokens)
 
 
 def test_output_types_steps_and_trace(model: MARModel) -> None:
-    latent, pt, pil = (make(model, output_type=kind, trace=True) for kind in ("latent", "pt", "pil"))
+    latent, pt, pil = (paint(model, output_type=kind, trace=True) for kind in ("latent", "pt", "pil"))
     assert pt.images.shape == (2, 3, 8, 8) and pt.images.dtype == torch.float32
     assert 0 <= pt.images.min() and pt.images.max() <= 1
     assert torch.equal(pt.images, model.decode(latent.tokens)) and [image.size for image in pil.images] == [(8, 8)] * 2
@@ -143,10 +143,10 @@ def test_output_types_steps_and_trace(model: MARModel) -> None:
         assert ((latent.steps == index).sum((1, 2)) == latent.accepted[index]).all()
     assert latent.trace.replay() == latent.tokens.tolist()
     with pytest.raises(ValueError, match="not written in order: make the pictures with trace=True"):
-        _ = make(model).steps
+        _ = paint(model).steps
 
 
 def test_a_generator_can_replace_the_seed(model: MARModel) -> None:
     draws = [torch.Generator().manual_seed(seed) for seed in (4, 4, 5)]
-    first, repeated, other = (make(model, seed=None, generator=draw).tokens for draw in draws)
+    first, repeated, other = (paint(model, seed=None, generator=draw).tokens for draw in draws)
     assert torch.equal(first, repeated) and not torch.equal(first, other)

@@ -49,19 +49,19 @@ def test_decoding_equals_the_recorded_run(name: str, monkeypatch: pytest.MonkeyP
         masks = torch.tensor(settings["text_mask"], dtype=torch.bool)
         conditions = [features[mask] for features, mask in zip(arrays["features"], masks)]
     grid = model.grid()
-    image = model.request(conditions, grid)
+    inputs = model.request(conditions, grid)
     sampler = paradec.samplers.create("nar", cfg_interval=settings["cfg_interval"])
-    guidance = {"negative_prompt": image.unconditional, "guidance_scale": settings["cfg"]}
+    guidance = {"negative_prompt": inputs.unconditional, "guidance_scale": settings["cfg"]}
     filters = {"top_k": settings["top_k"] or None, "top_p": settings["top_p"]}
     temperature = settings["temperature"] if settings["sample"] else 0
-    state = sampler.start(image.model, image.prompts, **guidance, **filters, temperature=temperature, seed=0)
+    state = sampler.start(inputs.model, inputs.prompts, **guidance, **filters, temperature=temperature, seed=0)
     is_seeded = "manual_seed" in case["draws"]
     for index, step in enumerate(case["steps"]):
         if "u" in step:
             u = torch.tensor(step["u"], dtype=torch.float64).unsqueeze(-1)
             monkeypatch.setattr(rng, "uniform", lambda *args, u=u: u)
         (query,) = sampler.query(state)
-        proposal = sampler.propose(state, [image.model(query, state.store)], [query])
+        proposal = sampler.propose(state, [inputs.model(query, state.store)], [query])
         offsets = [position - step["positions"][0] for position in step["positions"]]
         assert not index or (query.positions[0] - int(query.positions.min())).tolist() == offsets
         logits, averaged = proposal.quantities["logits"], proposal.quantities["averaged"]
@@ -115,12 +115,12 @@ def test_cached_decoding_equals_one_masked_forward(condition: str, side: int) ->
     model = tiny_nar(condition, grid=side)
     grid = model.grid()
     captions = [torch.linspace(-1, 1, length * 16).view(length, 16).double() for length in (5, 2)]
-    image = model.request([3, 9] if condition == "c2i" else captions, grid)
+    inputs = model.request([3, 9] if condition == "c2i" else captions, grid)
     sampler = paradec.samplers.create("nar")
-    state = sampler.start(image.model, image.prompts, guidance_scale=1, seed=1)
+    state = sampler.start(inputs.model, inputs.prompts, guidance_scale=1, seed=1)
     cached = torch.zeros(2, grid.length, model.facts.vocab_size).double()
     while not state.done:
-        proposal = sampler.step(image.model, state)
+        proposal = sampler.step(inputs.model, state)
         cached[:, diagonal(grid, state.index)] = proposal.quantities["logits"]
         sampler.commit(state, proposal)
     for row, length in enumerate(state.prompt_length):
@@ -131,25 +131,25 @@ def test_cached_decoding_equals_one_masked_forward(condition: str, side: int) ->
         tokens = torch.cat((state.canvas[row, :count][order], pad)).unsqueeze(0)
         positions, valid = torch.cat((order, pad)).unsqueeze(0), (torch.arange(count + 2) < count).unsqueeze(0)
         query = Query(np.array([row]), tokens, positions, valid=valid)
-        actual = cell_logits(image.model(query)[:, :count][:, order.argsort()], grid, int(length))
+        actual = cell_logits(inputs.model(query)[:, :count][:, order.argsort()], grid, int(length))
         torch.testing.assert_close(actual[0], cached[row], atol=1e-12, rtol=0)
 
 
 def test_guidance_ends_after_its_interval() -> None:
     model = tiny_nar()
-    image = model.request([3], model.grid())
+    inputs = model.request([3], model.grid())
     sampler = paradec.samplers.create("nar", cfg_interval=2)  # 1 and 3 tokens precede diagonals 1 and 2
-    arguments: dict[str, Any] = {"negative_prompt": image.unconditional, "seed": 4}
-    state = decode(sampler, model, sampler.start(model, image.prompts, guidance_scale=3.0, **arguments))
+    arguments: dict[str, Any] = {"negative_prompt": inputs.unconditional, "seed": 4}
+    state = decode(sampler, model, sampler.start(model, inputs.prompts, guidance_scale=3.0, **arguments))
     assert state.row_forwards.tolist() == [2 * 2 + 5] and state.nfe.tolist() == [7]
-    plain = decode(sampler, model, sampler.start(model, image.prompts, guidance_scale=1.0, seed=4))
+    plain = decode(sampler, model, sampler.start(model, inputs.prompts, guidance_scale=1.0, seed=4))
     assert plain.row_forwards.tolist() == [7]
     # scales up to 1 turn guidance off, like in the public code
-    half = decode(sampler, model, sampler.start(model, image.prompts, guidance_scale=0.5, **arguments))
+    half = decode(sampler, model, sampler.start(model, inputs.prompts, guidance_scale=0.5, **arguments))
     assert torch.equal(half.canvas, plain.canvas) and half.row_forwards.tolist() == [7]
     for scale in (3.0, 1.0):
         never = paradec.samplers.create("nar")
-        state = decode(never, model, never.start(model, image.prompts, guidance_scale=scale, **arguments))
+        state = decode(never, model, never.start(model, inputs.prompts, guidance_scale=scale, **arguments))
         assert state.row_forwards.tolist() == [7 * (2 if scale > 1 else 1)]
 
 

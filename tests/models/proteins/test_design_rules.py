@@ -39,8 +39,7 @@ def model() -> ProteinMPNNModel:
 def design_by_loop(
     model: ProteinMPNNModel, row: list[int], order: list[int], key: Tensor, temperature: float, number: int = 0
 ) -> tuple[list[int], float]:
-    """Decode one tie after the other with averaged logits, bias and the column's noise. Return the row and its mean
-    log-probability without bias."""
+    """Decode tie by tie, with averaged logits and bias; return the row and its mean log-probability without bias."""
     groups, rules = model.columns[number].residues, model.rules[number]
     row, size = list(row), len(model.structures[number])
     decided, total = [index for index, token in enumerate(row[1:]) if token != MASK_ID], []

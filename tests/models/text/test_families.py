@@ -36,8 +36,6 @@ EXACT = {"none", "prefix", "dual", "block"} & set(caches.names())
 """Caches that are exact for block-causal models decoded in blocks of the model's length."""
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17], [18, 19, 20], [21]]
 """Prompts that end inside a block, at the end of a block, inside the first block, and at its first token."""
-
-
 MODULES = {"sdar": ("Qwen3Config", "Qwen3ForCausalLM"), "fast_dllm_v2": ("Qwen2Config", "Qwen2ForCausalLM")}
 
 

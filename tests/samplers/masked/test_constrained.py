@@ -234,7 +234,7 @@ def test_recorded_runs_that_take_the_best_token_of_each_marginal(name: str) -> N
         forced = write_certain(begin, stop) if forces else []
         masks = canvas[begin:stop].count(None)
         while None in canvas[begin:stop] and not has_ended():
-            logits, scores, tokens = module.of(canvas), {}, {}
+            logits, scores, tokens = module.canvas_logits(canvas), {}, {}
             z = 1.0
             for first, last, automaton in spans:
                 read_end = last if settings.get("seen", True) else min(last, stop)
@@ -311,7 +311,7 @@ def all_runs(
             continue
         tokens = state.canvas[0, 1 : 1 + case["slots"]].tolist()
         canvas = [None if token == state.mask_id else token for token in tokens]
-        nu, _ = distribution(automaton, softmax(model.module.of(canvas) / temperature), canvas)
+        nu, _ = distribution(automaton, softmax(model.module.canvas_logits(canvas) / temperature), canvas)
         if texts is not None:
             total = math.fsum(mass for text, mass in nu.items() if text in texts)
             nu = {text: mass / total for text, mass in nu.items() if text in texts}
@@ -430,7 +430,7 @@ def test_reasoning_and_answers_have_the_models_distribution(
         OrderedSampler, "where", lambda canvas: [at for at in range(slots) if canvas[at] is None][place]
     )
     case = case_behind_a_marker(after, budget, slots, temperature)
-    p = softmax(model_of(case).module.of([None] * slots) / temperature)
+    p = softmax(model_of(case).module.canvas_logits([None] * slots) / temperature)
     probabilities, texts = all_runs(case, OrderedSampler(), monkeypatch), texts_behind_a_marker(case)
     assert probabilities.keys() == {*texts} and len(texts) > 2
     for text, (_, weighted) in probabilities.items():
@@ -441,7 +441,7 @@ def test_reasoning_and_answers_have_the_models_distribution(
 def test_the_most_likely_reasoning_and_answer_is_found(after: str, budget: int | None, slots: int) -> None:
     case = case_behind_a_marker(after, budget, slots, 0.0)
     model, value = model_of(case), parse_constraint("constraint", case["constraint"])
-    p = softmax(model.module.of([None] * slots))
+    p = softmax(model.module.canvas_logits([None] * slots))
     best = max(texts_behind_a_marker(case), key=lambda text: math.prod(p[at][token] for at, token in enumerate(text)))
     for block in (1, slots):
         request: dict[str, Any] = {"max_new_tokens": slots, "block_length": block, "eos_early_stop": False}

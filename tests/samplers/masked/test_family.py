@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import refuses
-from small_models import END, MASK, everything, tiny
+from small_models import END, MASK, full_mask, tiny
 from torch import Tensor
 
 import paradec
@@ -60,7 +60,7 @@ def test_samplers_equal_the_plain_loop(settings: dict[str, Any], shift: int, cac
         request["sampler"] = "low_confidence"
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
-        return model.module(ids, attention_mask=everything(ids.shape[1])).logits
+        return model.module(ids, attention_mask=full_mask(ids.shape[1])).logits
 
     for row in rows:
         ids = row + [MASK] * 13

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import fits, supported_fields, topology_of
-from small_models import MASK, everything, tiny
+from small_models import MASK, full_mask, tiny
 
 import paradec
 from paradec import AdaptiveBlocks, PipelinedBlocks, caches, samplers
@@ -303,7 +303,7 @@ def test_confidence_eos_eot_inf_equals_a_plain_loop(threshold: float | None) -> 
         for block in (range(len(prompt), len(prompt) + 6), range(len(prompt) + 6, len(prompt) + 12)):
             while masks := [i for i in block if canvas[i] == MASK]:
                 with torch.inference_mode():
-                    logits = model.module(torch.tensor([canvas]), everything(len(canvas)), use_cache=False).logits[0]
+                    logits = model.module(torch.tensor([canvas]), full_mask(len(canvas)), use_cache=False).logits[0]
                 p, tokens = logits[:, :MASK].softmax(-1).max(-1)
                 others = [i for i in masks if tokens[i] not in ends]
                 chosen = sorted(others or masks, key=lambda i: (-float(p[i]), i))[:1]

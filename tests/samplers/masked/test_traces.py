@@ -40,11 +40,11 @@ from traces import (
     load_trace,
     mark_others_full,
     model_of,
+    peek_trace,
     precisions,
     replay_rows,
     request_of,
     select_cases,
-    trace_head,
     trace_names,
 )
 
@@ -52,7 +52,7 @@ from paradec import samplers
 from paradec.core.protocol import Sampler
 
 METHODS = ("llada", "dream", "fastdllm", "fastdllm-jun25", "fastdllm-dream")
-NAMES = [name for name in trace_names(*METHODS) if cache_of(trace_head(name)) == "none"]
+NAMES = [name for name in trace_names(*METHODS) if cache_of(peek_trace(name)) == "none"]
 REPLAYED_ELSEWHERE = {"adablock", "adablock-dream", "dinfer", "dkv", "dkv-dream", "freedave", "freedave-dream"}
 REPLAYED_ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "lopa"}
 """Methods that are replayed in other test files."""
@@ -72,7 +72,7 @@ def models_of_methods() -> dict[str, set[str]]:
 def test_no_method_without_a_replay() -> None:
     """Refuse cases of methods without a replay; no packaged case is refused."""
     for name in trace_names(*models_of_methods().keys() - {*METHODS} - REPLAYED_ELSEWHERE):
-        for case, _ in select_cases(trace_head(name) | {"file": name}, None):
+        for case, _ in select_cases(peek_trace(name) | {"file": name}, None):
             assert not is_packaged("traces"), case
             refuse(case, "paradec does not have the method (docs/fidelity.md)")
 
@@ -146,7 +146,7 @@ CREDIT = {"credit_alpha": "fusion", "boost_gamma": "exponent", "decay_beta": "de
 
 
 def is_credit(name: str) -> bool:
-    return trace_head(name)["setting"].startswith("credit")  # default settings are not in the trace
+    return peek_trace(name)["setting"].startswith("credit")  # default settings are not in the trace
 
 
 def sampler_of(trace: dict, storage: str) -> Sampler:
@@ -205,7 +205,7 @@ def test_dinfer(name: str, storage: str, precision: str, numbers: tuple[int, ...
                 assert answer[:length] == row.final[row.prompt : row.prompt + length], row.where
 
 
-NAMES_ADABLOCK = [name for name in trace_names("adablock", "adablock-dream") if cache_of(trace_head(name)) == "none"]
+NAMES_ADABLOCK = [name for name in trace_names("adablock", "adablock-dream") if cache_of(peek_trace(name)) == "none"]
 
 
 @pytest.mark.parametrize(("precision", "numbers"), precisions(2, 5))
@@ -220,6 +220,6 @@ def test_adablock(name: str, precision: str, numbers: tuple[int, ...] | None) ->
 
 def test_traces_have_adaptive_blocks() -> None:
     """Some of the replayed traces have blocks of different lengths."""
-    lengths = [case["extra"]["block_history"] for name in NAMES_ADABLOCK for case in trace_head(name)["cases"]]
+    lengths = [case["extra"]["block_history"] for name in NAMES_ADABLOCK for case in peek_trace(name)["cases"]]
     assert sum(len(set(history)) > 1 for history in lengths) >= 20
     assert any(max(history) > 16 or 1 in history for history in lengths)

@@ -29,12 +29,12 @@ from traces import (
     load_trace,
     mark_others_full,
     model_of,
+    peek_trace,
     recorded_forwards,
     replay_case,
     scores_of,
     select_cases,
     some_or_all,
-    trace_head,
     trace_names,
 )
 from transformers import DynamicCache
@@ -100,7 +100,7 @@ def has_plain_loop(settings: dict) -> bool:
     return "block_add_threshold" in settings and not (settings.get("early_stop") or "cache_delay_iter" in settings)
 
 
-WITH_PLAIN_LOOP = [name for name in D3LLM if has_plain_loop(trace_head(name)["settings"])]
+WITH_PLAIN_LOOP = [name for name in D3LLM if has_plain_loop(peek_trace(name)["settings"])]
 
 
 @dataclass(frozen=True)

@@ -105,14 +105,10 @@ def test_pages_and_animations_of_several_runs(model: Model, tmp_path: Path) -> N
     names = ["low_confidence", "maskgit"]
     first_trace, second_trace = (paradec.generate(model, [1, 2], sampler=name, **request).trace for name in names)
     runs = PageReader(first_trace.to_html(beside=second_trace, names=["a", "b"])).runs()
-    assert [run["name"] for run in runs] == ["a", "b"] and [len(run["steps"]) for run in runs] == [
-        8,
-        len(second_trace.steps),
-    ]
-    assert [run["name"] for run in PageReader(first_trace.to_html(beside=[second_trace, second_trace])).runs()] == [
-        *names,
-        "maskgit",
-    ]
+    assert [run["name"] for run in runs] == ["a", "b"]
+    assert [len(run["steps"]) for run in runs] == [8, len(second_trace.steps)]
+    runs = PageReader(first_trace.to_html(beside=[second_trace, second_trace])).runs()
+    assert [run["name"] for run in runs] == [*names, "maskgit"]
     short = paradec.generate(model, [1, 2], sampler="low_confidence", steps=4, **request).trace
     for first, second in ((first_trace, short), (short, first_trace)):
         first.to_gif(tmp_path / "both.gif", beside=second)

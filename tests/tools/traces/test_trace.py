@@ -47,7 +47,7 @@ def model() -> Model:
     return tiny(2)
 
 
-def sorted_ids(row: list[tuple[int, int]]) -> list[int]:
+def positions_in(row: list[tuple[int, int]]) -> list[int]:
     return [position for start, stop in row for position in range(start, stop)]
 
 
@@ -72,7 +72,7 @@ def test_recorded_steps_add_up_to_the_output(name: str, cache: str, llada64: Mod
         assert out.sequences[row].tolist()[-8:][: len(answer)] == answer
     for step in trace.steps:
         for row in range(len(ROWS)):
-            evaluated = sorted_ids(step.evaluated[row])
+            evaluated = positions_in(step.evaluated[row])
             assert evaluated == sorted(set(evaluated))
             # mask probes and drafts repeat positions of the row
             if not (sampler.needs.mask_probes or sampler.needs.multi_step):
@@ -177,7 +177,7 @@ def test_traces_of_forecasts_and_continuous_tokens() -> None:
     mar = tiny_mar()
     trace = paradec.generate_images(mar, class_labels=[0, 1], steps=3, output_type="latent", trace=True).trace
     assert trace.family == "continuous" and trace.grid == (4, 4) and len(trace.cells[0]) == 16
-    assert sorted_ids(trace.to_fill(0)) == list(range(16)) and all(step.evaluated for step in trace.steps)
+    assert positions_in(trace.to_fill(0)) == list(range(16)) and all(step.evaluated for step in trace.steps)
     assert sorted(entry[1] for step in trace.steps for entry in step.commits if entry[0] == 0) == list(range(16))
 
 

@@ -27,10 +27,10 @@ from traces import (
     load_trace,
     mark_others_full,
     model_of,
+    peek_trace,
     precisions,
     replay_rows,
     text_of,
-    trace_head,
     trace_names,
 )
 
@@ -41,7 +41,7 @@ from paradec.samplers.masked.rules.low_confidence import LowConfidence
 from paradec.samplers.masked.rules.threshold import Threshold
 
 NAMES = trace_names("freedave", "freedave-dream")
-STATIC = [name for name in NAMES if trace_head(name)["settings"]["method"] == "static"]
+STATIC = [name for name in NAMES if peek_trace(name)["settings"]["method"] == "static"]
 
 
 class WeighsMask:
