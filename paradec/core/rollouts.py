@@ -92,7 +92,7 @@ class Rollout:
     @classmethod
     def concatenate(cls, rollouts: Sequence[Rollout]) -> Rollout:
         """Concatenate rollouts, e.g. of `generate_many`, with the `settings` of the first one. Raises ValueError
-        for an empty list, or if model, sampler, temperature, guidance, version or approximation differ."""
+        for an empty list, or if settings in `SHARED`, versions or approximations differ."""
         if not rollouts:
             raise ValueError("rollouts is empty; give at least one")
         first = rollouts[0]
@@ -169,7 +169,7 @@ class Rollout:
 
 
 def request_settings(request: Any, model_settings: dict[str, Any]) -> dict[str, Any]:
-    """Add a request's non-default fields to `MODEL_SETTINGS`; a value that is not JSON data becomes its `repr`."""
+    """Add a request's non-default fields to the `MODEL_SETTINGS` of `model_settings`; `repr` replaces other data."""
     settings = {name: model_settings[name] for name in MODEL_SETTINGS}
     for name, value in request.changes().items():
         try:
