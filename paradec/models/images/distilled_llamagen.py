@@ -165,7 +165,7 @@ def load_distilled_llamagen(
         folder, as in `paradec.models.images.llamagen.load_llamagen`.
     vq: LlamaGen's VQ autoencoder, or its file (`vq_ds16_c2i.pt`), if the folder has none.
     dtype: of the network's parameters; codes and decoding stay float32 at least.
-    grid: codes along one side, 16 by default. n_head: known from the width for the published sizes.
+    grid, n_head: for a single file: codes along one side (None: 16), heads (None: the published size of this width).
     second, split: see `DistilledLlamaGenConfig`."""
     module, codebook, _, name, defaults = read_network(FORMAT, source, vq, None, dtype, device, grid, n_head)
     if codebook is None:

@@ -323,8 +323,8 @@ class LlamaGenModel(ImageModel):
             decode, `vq.safetensors`.
         vq: the VQ autoencoder, or its file; needed for pixels if the folder has none.
         text_encoder: for t2i: a folder or hub id of flan-t5-xl's encoder in safetensors, or (tokenizer, encoder).
-        grid: codes along one side (16 for 256 pixels); by default from the file's name (c2i_B_256.pt).
-        n_head: heads; the width implies them for the published sizes."""
+        grid: for a single file: codes along one side (16 for 256 pixels); None reads its name (c2i_B_256.pt).
+        n_head: for a single file: number of heads; None: that of the published size of the same width."""
         return cls(*read_network(cls.format, source, vq, text_encoder, dtype, device, grid, n_head))
 
     def request(self, conditions: Any, grid: Grid, num_images: int = 1, negative_prompt: Any = None) -> ImageRequest:
@@ -396,8 +396,8 @@ class LlamaGenModel(ImageModel):
     def _embed(self, ids: Tensor, query: Query | None) -> Tensor:
         vocab, network = self.facts.vocab_size, self.module
         tokens = network.tok_embeddings(ids.clamp(max=vocab - 1))
-        prompt = ids >= vocab
-        if query is None or not prompt.any():
+        is_prompt = ids >= vocab
+        if query is None or not is_prompt.any():
             return tokens
         if isinstance(network.cls_embedding, LabelEmbedding):
             prompt_embeddings = network.cls_embedding.embedding_table((ids - vocab).clamp(min=0))
@@ -407,7 +407,7 @@ class LlamaGenModel(ImageModel):
             table = self._captions.flatten(0, 1)[rows]
             index = (ids - vocab).clamp(0, table.shape[1] - 1).unsqueeze(-1)
             prompt_embeddings = table.gather(1, index.expand(-1, -1, table.shape[-1]))
-        return torch.where(prompt.unsqueeze(-1), prompt_embeddings, tokens)
+        return torch.where(is_prompt.unsqueeze(-1), prompt_embeddings, tokens)
 
     def cells(self, query: Query) -> Tensor:
         """[R, Q] int64: the raster index of each column's cell; negative for the condition's columns."""

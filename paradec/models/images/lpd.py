@@ -287,7 +287,7 @@ def load_lpd(
         `model.safetensors`.
     vq: the VQ autoencoder, or its file (LlamaGen's `vq_ds16_c2i.pt`), if the folder states none.
     grid: codes along one side; the file's position embeddings are resized to it.
-    n_head: number of heads; None: that of the published model of the same width.
+    n_head: number of heads; None: that of config.json, or else of the published model of the same width.
     dtype: of the network's parameters; float32 by default."""
     check_int("grid", grid, low=1, none=True)
     check_int("n_head", n_head, low=1, none=True)

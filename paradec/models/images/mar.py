@@ -290,7 +290,7 @@ def load_mar(
     source: the file, or a folder with `model.safetensors` and `config.json` ("heads"; optionally "eps", "vae", the
         VAE's file, and "defaults" of requests).
     vae: the VAE that decodes the tokens, or its file (`kl16.ckpt`), if the folder states none.
-    heads: of encoder and decoder; known from the width for the published models.
+    heads: of encoder and decoder; None: those of config.json, or else of the published model of the same width.
     dtype: of the network's parameters; float32 by default. Tokens are float32 at least."""
     name, path, fields, vae = find_files(source, "vae", vae)
     weights = read_weights(path, nested=("model_ema", "model"), mmap=True)[0]

@@ -435,8 +435,8 @@ def load_var(
     source: the file, or a folder with `model.safetensors` and `config.json`: `scales`, `heads`, and optionally `vq`,
         the autoencoder's file, and `defaults` of requests.
     vq: the autoencoder or its file (`vae_ch160v4096z32.pth`), if the folder states none.
-    scales: sides of the code maps; inferred from the weights of the published models (680 or 2240 tokens).
-    heads: number of heads; None: that of the weight `scale_mul_1H11`, or width // 64 without this weight.
+    scales: sides of the code maps; None: config.json's, or else those of the published models (680 or 2240 tokens).
+    heads: number of heads; None: config.json's, or else that of the weight `scale_mul_1H11`, or else width // 64.
     dtype: of the network's parameters; float32 by default."""
     module, vq, name, fields, is_published = read_network(VAR, "VAR", source, vq, scales, heads, dtype, device)
     return VARModel(module, vq, (PUBLISHED_DEFAULTS if is_published else {}) | fields.get("defaults", {}), name)
