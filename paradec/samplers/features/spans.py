@@ -146,9 +146,9 @@ def _make_span(
     return span
 
 
-def check_table(value: Constraint, states: int, slots: int, entry: int) -> None:
-    """Raise ConstraintSizeError if a table of `states` times `slots` entries, of `entry` bytes each, is too large."""
-    if (size := states * slots * entry) > MAX_TABLE_BYTES:
+def check_table(value: Constraint, states: int, slots: int, entry_bytes: int) -> None:
+    """Raise ConstraintSizeError if a table of `states` x `slots` entries, `entry_bytes` bytes each, is too large."""
+    if (size := states * slots * entry_bytes) > MAX_TABLE_BYTES:
         raise ConstraintSizeError(
             f"constraint={short_repr(value)}: {states} states times {slots} tokens take {size >> 20} MiB, more than "
             f"{MAX_TABLE_BYTES >> 20}; give a smaller constraint, shorter blocks or fewer tokens"

@@ -128,7 +128,7 @@ def check_steps(name: str, steps: Any, total: int | None) -> tuple[int, ...]:
     return values
 
 
-# numbers of consecutive evaluated and skipped steps, in turn, for runs of 28 steps; runs of 16 and more scale them
+# lengths of the evaluated and skipped segments, in turn, for runs of 28 steps; runs of 16 and more steps scale them
 MASKS: dict[str, tuple[int, ...]] = {
     "slow": (8, 1, 3, 2, 3, 2, 2, 2, 1, 3, 1),
     "medium": (6, 1, 2, 3, 2, 3, 2, 3, 2, 3, 1),
@@ -184,20 +184,20 @@ def step_mask(name: str, steps: int) -> tuple[int, ...]:
     check_int("steps", steps, low=1)
     if steps < 8 and steps not in SHORT:
         raise ValueError(f"when={name!r}: there is no mask for {steps} steps; use 4, 6, or at least 8 steps")
-    runs = list((MASKS if steps >= 16 else SHORT[min(length for length in SHORT if length >= steps)])[name])
-    # too short: lengthen the runs in turn, each by half of its length scaled to `steps`, the last run by 1
-    share = steps / sum(runs) * 0.5
-    increments = [max(int(length * share), 1) for length in runs[:-1]] + [1]
-    for i in cycle(range(len(runs))):
-        if sum(runs) >= steps:
+    segments = list((MASKS if steps >= 16 else SHORT[min(length for length in SHORT if length >= steps)])[name])
+    # too short: lengthen the segments in turn, each by half of its length scaled to `steps`, the last segment by 1
+    share = steps / sum(segments) * 0.5
+    increments = [max(int(length * share), 1) for length in segments[:-1]] + [1]
+    for i in cycle(range(len(segments))):
+        if sum(segments) >= steps:
             break
-        runs[i] += increments[i]
-    # too long: shorten the last skipped and the last evaluated run in turn, by one step
-    for first_run in cycle((1, 0)):
-        if sum(runs) == steps:
+        segments[i] += increments[i]
+    # too long: shorten the last skipped and the last evaluated segment in turn, by one step
+    for first_segment in cycle((1, 0)):
+        if sum(segments) == steps:
             break
-        remaining = [i for i in range(first_run, len(runs), 2) if runs[i]]
+        remaining = [i for i in range(first_segment, len(segments), 2) if segments[i]]
         if remaining:
-            runs[remaining[-1]] -= 1
-    is_evaluated = [i % 2 == 0 for i, length in enumerate(runs) for _ in range(length)]
+            segments[remaining[-1]] -= 1
+    is_evaluated = [i % 2 == 0 for i, length in enumerate(segments) for _ in range(length)]
     return tuple(step for step in range(steps) if is_evaluated[step] or step == steps - 1)

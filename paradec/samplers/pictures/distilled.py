@@ -195,7 +195,7 @@ class DistilledProposal(LatentProposal):
 @dataclass(frozen=True)
 class Distilled(Sampler):
     """The student is called once for each stage t of `t_list`. A call leaves the first K(t) tokens (data) unchanged,
-    resets the others to the initial noise, and predicts the codes and vectors of these others. In the result the first
+    resets the others to the initial noise, and predicts their codes and vectors. In the result the first
     K(split) tokens are codes, and the rest vectors. K(t) is t for a student of LlamaGen; for a student of VAR it is the
     number of tokens in the first t scales.
 
