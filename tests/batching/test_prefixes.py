@@ -76,7 +76,7 @@ def test_answers_of_500_conversations_do_not_depend_on_shared_prefixes(name: str
 
 
 def check_equal(case: Case, turns: Any, temperature: float, memory: int, batch_size: int, cancelled: set[int]) -> None:
-    """Assert that stored prefixes change no answer. Prompts continue the beginning of another; some are cancelled."""
+    """Assert that stored prefixes change no answer. A prompt continues the beginning of an earlier one."""
     model, request_ = case
     prompts = [random_ids(99, 20)]
     for index, (parent, prefix_length, num_new) in enumerate(turns):

@@ -103,7 +103,7 @@ def test_a_schedule_takes_more_steps_if_too_few_positions_are_evaluated() -> Non
 
 @dataclass(frozen=True)
 class RecordedPositions(D2Cache):
-    """Evaluate the recorded positions. `chosen` collects paradec's sets, with points 2 and 3 above imitated."""
+    """Evaluate the recorded positions. `chosen` collects paradec's sets, with differences 2 and 3 imitated."""
 
     forwards: tuple[Forward, ...] = ()
     chosen: Any = None

@@ -59,7 +59,7 @@ def largest_gap(model: Model, rows: list[list[int]], cache: Any, new: int = 10, 
 def assert_equals_separate_rows(
     together: Any, model: Model, rows: list[list[int]], extra: int = 0, **request: Any
 ) -> None:
-    """Assert that a batch gives the same rows as separate decoding. extra: forwards that each batched row has more."""
+    """Assert that a batch gives the same rows as separate decoding. extra: how many more forwards a batched row has."""
     for index, row in enumerate(rows):
         expected = paradec.generate(model, [row], **request)
         assert together.new_tokens[index].tolist() == expected.new_tokens[0].tolist()

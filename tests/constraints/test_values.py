@@ -424,7 +424,7 @@ def test_a_marker_is_found_in_every_tokenization(drops_space: bool, special: tup
         return text
 
     def free_length(ids: tuple[int, ...]) -> int | None:
-        """Count tokens up to the end of the first marker. None without a marker, or if no token ends where it ends."""
+        """Count tokens up to the end of the first marker. None without a marker, or if no token ends at its end."""
         count = next((n for n in range(len(ids) + 1) if "</t>" in read(ids[:n])), 0)
         return count if read(ids[:count]).endswith("</t>") else None
 

@@ -95,7 +95,7 @@ def test_steps_have_no_side_effects_and_commits_write_their_positions(name: str)
             assert same_values(before, state_values(state)) and torch.equal(torch.get_rng_state(), stream)
             old = result_of(state).clone()
             commit = sampler.commit(state, second)
-            if not name.startswith(("taylorseer", "distilled")):  # these write everything again
+            if not name.startswith(("taylorseer", "distilled")):  # these methods rewrite every position
                 changed = (result_of(state) != old).flatten(2).any(-1) if old.ndim > 2 else result_of(state) != old
                 assert torch.equal(changed, torch.zeros_like(changed).scatter(1, commit.positions, True))
             with pytest.raises(ValueError, match="earlier state"):
@@ -150,7 +150,7 @@ def test_errors_of_non_finite_values_name_the_row_and_change_no_state(name: str,
     assert torch.equal(result_of(state), before) and state.index == index
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if name != "var, smooth"])  # whose pictures are features
+@pytest.mark.parametrize("name", [name for name in PICTURES if name != "var, smooth"])  # it returns features
 def test_traces_and_interrupts_give_the_tokens_of_the_image(name: str) -> None:
     make, load, fields = METHODS[name]
     sampler, model, written = make(), load(), torch.zeros(3, 0, dtype=torch.int64)

@@ -67,7 +67,7 @@ def eager(module: Any) -> Any:
     return module
 
 
-# the following functions return a function that decodes, and raises the expected error when a test calls it
+# request, design, start, picture, picture_of_a_grid and create return a function that raises the expected error
 def request(model: str, rows: Any = ((1, 2),), **fields: Any) -> Callable[[], Any]:
     return lambda: paradec.generate(model_of(model), [list(row) for row in rows], **{"max_new_tokens": 6, **fields})
 

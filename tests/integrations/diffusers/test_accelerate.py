@@ -590,7 +590,7 @@ def test_errors_of_a_budget_name_the_needed_memory_and_smaller_targets(settings:
 
 
 def test_a_method_with_other_settings(dit: Any) -> None:
-    """`Forecast(when=METHOD, ...)` takes all arguments that are not given from the method."""
+    """Arguments that `Forecast(when=METHOD, ...)` omits are those of the method."""
     method = paradec.TeaCache(0.3)
     assert method.forecaster.slots == 1  # the property is cached, which must not affect the copies below
     assert Forecast(when=method, max_memory="1GB") == replace(method, max_memory=10**9)

@@ -395,7 +395,7 @@ def test_compiling_while_accelerated() -> None:
 
 @pytest.mark.parametrize("rule", ["seacache", EasyCache(1e9, ret_steps=2)])
 def test_rules_of_latents_on_qwen_image_21(rule: Any) -> None:
-    """The pipeline has a method that packs cells of 2 x 2, but does not pack. Text tokens precede image tokens."""
+    """The pipeline has a method for cells of 2 x 2, but packs no latents. Text tokens precede image tokens."""
 
     class Processor:
         tokenizer = SimpleNamespace(encode=lambda text: [5], convert_tokens_to_ids=lambda text: 5)

@@ -59,9 +59,8 @@ def test_prior_replays_the_pipeline(name: str, pipe: Any) -> None:
     parts = [pipe._extract_large_image_tokens(row[None], *sizes) for row in generated_ids]
     prior = torch.cat([pipe._upsample_token_ids(part, height, width) for part in parts])
     assert np.array_equal(prior.numpy(), arrays["prior_greedy"])
-    if has_no_image and Version(diffusers.__version__) >= Version(
-        "0.42"
-    ):  # 0.41 gives other images than the recorded ones
+    # diffusers 0.41 gives other images than the recorded ones
+    if has_no_image and Version(diffusers.__version__) >= Version("0.42"):
         recorded = read_arrays(RECORDED / "pipeline.npz")
         noise, prompt, negative = (torch.from_numpy(recorded[f"{name}/{k}"]) for k in ("noise", "prompt", "negative"))
         for kind, tokens in (("greedy", prior), ("sampled", torch.from_numpy(arrays["prior_sampled"]))):

@@ -100,7 +100,7 @@ def case(request: Any) -> Case:
     return CASES[request.param]
 
 
-CASES: dict[str, Case] = {}  # created cases
+CASES: dict[str, Case] = {}  # cases that earlier tests have created
 THREE = ["SD3", "FluxPipeline", "WanPipeline"]
 ALL_CASES = [*TRANSFORMERS, "FluxPipeline", "WanPipeline"]
 MARKED = [pytest.param(name, marks=[] if name in THREE else pytest.mark.full) for name in ALL_CASES]

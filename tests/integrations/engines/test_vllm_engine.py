@@ -11,7 +11,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 0.5}, "credit": {}, "klass": {}, "saber": {}, "editing": {"threshold": 0.3},
     "credit+localleap": {},
 }  # fmt: skip
-"""Samplers without memory, with memory, and that rewrite tokens, and a combination."""
+"""A sampler without memory, samplers with memory, samplers that rewrite tokens, and a combination."""
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -139,7 +139,7 @@ def test_left_neighbours_are_kept_between_forwards() -> None:
     assert left(first).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
     second = 100 + torch.arange(4.0).view(2, 2)
     left.set_indices(np.array([2 + 2, 0]), {}, total=2)
-    assert left(second).tolist() == [[4, 5], [100, 101]]  # the stored state of slot 2, and none of slot 0
+    assert left(second).tolist() == [[4, 5], [100, 101]]  # the stored state of slot 2, then the column to the left
     assert left.last_hidden.tolist() == [[0, 0], [0, 0], [4, 5]]
 
 

@@ -107,7 +107,7 @@ def test_every_split_equals_a_plain_loop(split: int) -> None:
     assert torch.equal(decode(code, model, state).tokens, tokens)
     assert (state.nfe[0], state.draft_nfe[0]) == (len(SCALES) - split, split)
     assert state.store is None and state.next_store is None
-    # the first call of the small model reads everything before; nothing else is evaluated twice
+    # the first call of the small model evaluates the drafted scales again; nothing else is evaluated twice
     ends = model.module.ends
     assert state.forwarded_tokens[0] == ends[-1] and state.draft_counts[2, 0] == ends[split - 1]
 
