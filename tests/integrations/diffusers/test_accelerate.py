@@ -378,9 +378,9 @@ def test_guidance_branches_in_one_batch_are_forecast_separately(dit: Any) -> Non
     module = dit.transformer
     inputs = {"hidden_states": torch.randn(2, 4, 8, 8), "class_labels": torch.tensor([1, 1000])}
     with accelerate(module, Forecast(when=Every(3, 2))):
-        both = denoise(module, inputs, 8)
+        batched = denoise(module, inputs, 8)
         alone = denoise(module, {key: value[:1] for key, value in inputs.items()}, 8)
-    torch.testing.assert_close(both[:1], alone, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batched[:1], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_calls_with_a_new_shape_are_evaluated(flux: Any) -> None:

@@ -87,8 +87,8 @@ def test_max_length_may_shorten_the_last_block() -> None:
         hosted.open(key, [1, 2, 3, 4, 5, 6, 7, 8 + key], 1 + key)
         start, tokens = hosted.window(key)
         assert (start, tokens.tolist()) == (8, [MASK] * 2)
-    done = hosted.step(dict.fromkeys(range(2), 9.0 * torch.nn.functional.one_hot(torch.tensor([7, 7]), VOCAB)))
-    assert [done[key].tokens.tolist() for key in range(2)] == [[7, 7]] * 2
+    results = hosted.step(dict.fromkeys(range(2), 9.0 * torch.nn.functional.one_hot(torch.tensor([7, 7]), VOCAB)))
+    assert [results[key].tokens.tolist() for key in range(2)] == [[7, 7]] * 2
     assert [hosted.answer(key) for key in range(2)] == [[7], [7, 7]]
 
 

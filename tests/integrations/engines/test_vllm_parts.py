@@ -132,15 +132,15 @@ def test_prefill_chunks_end_with_blocks() -> None:
 
 
 def test_left_neighbours_are_kept_between_forwards() -> None:
-    left = LeftShift(requests=3, tokens=8, hidden=2, dtype=torch.float32, device=torch.device("cpu"))
-    assert isinstance(left, nn.Module) and not left.state_dict()
+    left_shift = LeftShift(requests=3, tokens=8, hidden=2, dtype=torch.float32, device=torch.device("cpu"))
+    assert isinstance(left_shift, nn.Module) and not left_shift.state_dict()
     first = torch.arange(10.0).view(5, 2)  # slot 2: three columns; slot 0: two
-    left.set_indices(np.array([5 + 2, 0, 1, 5 + 0, 3]), {2: 2}, total=5)
-    assert left(first).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
+    left_shift.set_indices(np.array([5 + 2, 0, 1, 5 + 0, 3]), {2: 2}, total=5)
+    assert left_shift(first).tolist() == [[0, 0], [0, 1], [2, 3], [0, 0], [6, 7]]
     second = 100 + torch.arange(4.0).view(2, 2)
-    left.set_indices(np.array([2 + 2, 0]), {}, total=2)
-    assert left(second).tolist() == [[4, 5], [100, 101]]  # the stored state of slot 2, then the column to the left
-    assert left.last_hidden.tolist() == [[0, 0], [0, 0], [4, 5]]
+    left_shift.set_indices(np.array([2 + 2, 0]), {}, total=2)
+    assert left_shift(second).tolist() == [[4, 5], [100, 101]]  # the stored state of slot 2, then the left column
+    assert left_shift.last_hidden.tolist() == [[0, 0], [0, 0], [4, 5]]
 
 
 class Runner:

@@ -60,8 +60,8 @@ def test_complete_calls_survive_truncated_answers() -> None:
         for size in (12, len(ids) - 12, len(ids)):
             cut = server.engine.model.tokenizer.decode(ids[:size])
             plain, streamed = chat_twice(client, tools=[TOOL], max_tokens=size)
-            num_calls, rest = cut.count(CALL), cut.rpartition("</tool_call>\n")[2]
-            content = "Well.\n" + rest.removeprefix("Well.\n") if num_calls == 0 else "Well." + rest
+            num_calls, tail = cut.count(CALL), cut.rpartition("</tool_call>\n")[2]
+            content = "Well.\n" + tail.removeprefix("Well.\n") if num_calls == 0 else "Well." + tail
             assert plain == streamed == (content, "", arguments * num_calls, "length")
         body = {"model": NAME, **chat("hi"), "tools": [TOOL], "n": 3}
         answer = client.chat.completions.create(**body, max_tokens=200)

@@ -116,12 +116,12 @@ def test_seeded_answers_do_not_depend_on_earlier_requests(client: openai.OpenAI,
 
 
 def test_fields_of_the_body_override_its_preset(client: openai.OpenAI, model: Any) -> None:
-    usual = {"max_new_tokens": 12}
-    slowly = paradec.generate(model, SHUFFLE, sampler="low_confidence", temperature=2.0, seed=3, **usual).text
+    settings = {"max_new_tokens": 12}
+    slowly = paradec.generate(model, SHUFFLE, sampler="low_confidence", temperature=2.0, seed=3, **settings).text
     assert chat_text(client, SHUFFLE, temperature=2.0, seed=3, extra_body={"preset": "slowly"}) == slowly
-    cold = paradec.generate(model, SHUFFLE, temperature=0, **usual).text
+    cold = paradec.generate(model, SHUFFLE, temperature=0, **settings).text
     assert chat_text(client, SHUFFLE, temperature=0.0, extra_body={"preset": "warm"}) == cold
-    warm = {paradec.generate(model, SHUFFLE, temperature=1.5, seed=seed, **usual).text for seed in range(3)}
+    warm = {paradec.generate(model, SHUFFLE, temperature=1.5, seed=seed, **settings).text for seed in range(3)}
     assert {chat_text(client, SHUFFLE, seed=seed, extra_body={"preset": "warm"}) for seed in range(3)} == warm != {cold}
 
 
@@ -133,14 +133,14 @@ def test_answers_with_penalties_equal_generate(model: Any, client: openai.OpenAI
     sampling: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
     with ThreadPoolExecutor(len(CONTROLS)) as pool:
         texts = list(pool.map(lambda more: chat_text(client, SHUFFLE, **sampling, extra_body=more), CONTROLS))
-    usual = {"sampler": "threshold", "max_new_tokens": 12, "temperature": 1.0, "seed": 5}
-    assert texts == [paradec.generate(model, SHUFFLE, **usual, **more).text for more in CONTROLS]
+    settings = {"sampler": "threshold", "max_new_tokens": 12, "temperature": 1.0, "seed": 5}
+    assert texts == [paradec.generate(model, SHUFFLE, **settings, **more).text for more in CONTROLS]
     assert len({*texts}) > 2
 
 
 def test_a_body_can_turn_off_filters_of_its_preset(model: Any, client: openai.OpenAI) -> None:
-    usual = {"sampler": "threshold", "max_new_tokens": 12, "temperature": 1.5}
-    unfiltered = [paradec.generate(model, SHUFFLE, seed=seed, **usual).text for seed in range(3)]
+    settings = {"sampler": "threshold", "max_new_tokens": 12, "temperature": 1.5}
+    unfiltered = [paradec.generate(model, SHUFFLE, seed=seed, **settings).text for seed in range(3)]
     preset = {"preset": "warm_narrow"}
     body = preset | {"min_p": 0, "top_k": -1}
     assert [chat_text(client, SHUFFLE, seed=seed, extra_body=body) for seed in range(3)] == unfiltered

@@ -375,9 +375,9 @@ def test_drafts_keep_the_grid_s_structure_and_inits_copy_neighbours(init: str, w
                 position = int(positions[row, slot])
                 column = (position - int(start[row]) - 1) % GRID.stride
                 if init == "repeat_vertical":
-                    known = committed[row] + int((source[row] >= 0).sum())
+                    known_end = committed[row] + int((source[row] >= 0).sum())
                     above = position - GRID.stride
-                    while above >= known:
+                    while above >= known_end:
                         above -= GRID.stride
                     is_committed = above < committed[row]
                     token_id = state.canvas[row, above] if is_committed else drafts[row, above - committed[row]]

@@ -188,10 +188,10 @@ MODELS["shifted"] = lambda: tiny(2, "block_causal", "shifted")
 def test_greedy_tokens_equal_those_of_token_by_token_decoding(kind: str, count: int) -> None:
     model, draw = MODELS[kind](), random.Random(count)
     assert model.pads and model.supports_store
-    usual = [token for token in range(VOCAB) if token not in (MASK, END)]
+    token_ids = [token for token in range(VOCAB) if token not in (MASK, END)]
     num_accepted = 0
     for number in range(count):
-        rows = [draw.choices(usual, k=draw.randint(1, 9)) for _ in range(draw.randint(1, 3))]
+        rows = [draw.choices(token_ids, k=draw.randint(1, 9)) for _ in range(draw.randint(1, 3))]
         new, threshold = draw.randint(1, 12), draw.choice((None, 0.1, 0.5))
         rule = "match" if threshold is not None else draw.choice(("ratio", "match"))
         sampler = SelfSpeculative(draw.choice((None, 1, 2, 5)), rule=rule, threshold=threshold)

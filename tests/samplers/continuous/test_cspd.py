@@ -77,7 +77,7 @@ class RecordedDraws:
 def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, arrays = image_case("cspd", name)
     settings = case["settings"]
-    target, draft = (recorded_model(case[which]) for which in ("target", "draft"))
+    target, draft = (recorded_model(case[role]) for role in ("target", "draft"))
     same_names = {name: settings[name] for name in ("num_draft", "ratio", "inner_temperature", "temperature")}
     head_steps, schedule = settings["num_sampling_steps"], settings["cfg_schedule"]
     sampler = CSpD(draft, mended=False, head_steps=head_steps, guidance_schedule=schedule, **same_names)

@@ -164,11 +164,11 @@ def insert_dinfer_calls(rows: list[Row], settings: dict, end: int) -> list[list[
     calls: list[list[Call]] = [[] for _ in rows]
     for block, steps in enumerate(zip(*(row.blocks(length) for row in rows), strict=True)):
         steps = [[] if is_full else row_steps for row_steps, is_full in zip(steps, filled, strict=True)]
-        done = 0
-        while remaining := sum(len(call.commits) for row_steps in steps for call in row_steps[done:]):
-            done += min(max(remaining // settings["expected_tpf"], 1), settings["maximum_unroll"])
+        num_done = 0
+        while remaining := sum(len(call.commits) for row_steps in steps for call in row_steps[num_done:]):
+            num_done += min(max(remaining // settings["expected_tpf"], 1), settings["maximum_unroll"])
         for row_steps, row_calls in zip(steps, calls, strict=True):
-            row_calls += row_steps + [Call(evaluated, frozenset())] * (done - len(row_steps))
+            row_calls += row_steps + [Call(evaluated, frozenset())] * (num_done - len(row_steps))
         have_ends = [any(token == end for call in row_steps for _, token in call.commits) for row_steps in steps]
         if settings["early_stop"]:
             fill = {(at, end) for at in range(rows[0].prompt + (block + 1) * length, evaluated)}

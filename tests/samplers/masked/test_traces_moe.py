@@ -105,9 +105,9 @@ def run(
         sampler.commit(state, proposal)
         for row in running:
             changed = (state.canvas[row] != before[row]).nonzero()[:, 0].tolist()
-            now = [(at, int(state.canvas[row, at])) for at in changed]
-            filled = frozenset(entry for entry in now if before[row, entry[0]] == state.mask_id)
-            calls[row].append((filled, frozenset(now) - filled))
+            entries = [(at, int(state.canvas[row, at])) for at in changed]
+            filled = frozenset(entry for entry in entries if before[row, entry[0]] == state.mask_id)
+            calls[row].append((filled, frozenset(entries) - filled))
         turn += 1
     for row in range(len(prompts)):
         yield calls[row], state.canvas[row].tolist()

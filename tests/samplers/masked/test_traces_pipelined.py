@@ -406,8 +406,8 @@ class WithMask(D2FRule):
 def test_lopa(name: str, numbers: tuple[int, ...] | None) -> None:
     trace = load_trace(name)
     settings, inner = trace["settings"], model_of(trace)
-    known = {"neg_entropy": "minus_entropy", "margin": "margin"}
-    strategy = known.get(settings.get("sampling_strategy"), "confidence")
+    strategies = {"neg_entropy": "minus_entropy", "margin": "margin"}
+    strategy = strategies.get(settings.get("sampling_strategy"), "confidence")
     rule = WithMask(settings["skip_threshold"], strategy=strategy)
     count = settings["branching_factor"]
     forced = settings.get("force_base", False)

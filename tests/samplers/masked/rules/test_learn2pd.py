@@ -331,17 +331,17 @@ def test_the_command_learn2pd_train(tmp_path: Path) -> None:
     out, records = tmp_path / "filter.safetensors", tmp_path / "records.safetensors"
     command = ["learn2pd", "train", "--out", str(out), "--records", str(records), "--per-task", "1"]
     command += ["--max-new-tokens", "4", "--block-length", "4", "--epochs", "60"]
-    ran = CliRunner().invoke(app, command)
-    assert ran.exit_code == 0, ran.output
-    assert "precision" in ran.output and Records.load(records).done == len(TASKS)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "precision" in result.output and Records.load(records).done == len(TASKS)
     facts = read_facts(out)
     assert (facts.model, facts.block_length, facts.caches) == ("tiny-llada", 4, ("none",))
     assert facts.paradec == paradec.__version__
     assert facts.held_out["prompts"] == len(TASKS)
     text = ["generate", "Copy: pear fig", "--sampler", "learn2pd", "--set", f"filter={out}", "--block-length", "4"]
     assert CliRunner().invoke(app, text).exit_code == 0
-    ran = CliRunner().invoke(app, [*command, "--block-length", "5"])
-    assert ran.exit_code == 2 and "--block-length=4" in ran.output
+    result = CliRunner().invoke(app, [*command, "--block-length", "5"])
+    assert result.exit_code == 2 and "--block-length=4" in result.output
 
 
 def test_the_packaged_filter_saves_forwards_with_right_answers() -> None:

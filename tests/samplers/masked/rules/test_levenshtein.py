@@ -63,7 +63,7 @@ def test_recorded_steps(path: Path, number: int) -> None:
         for row, (entry, in_prompt) in enumerate(zip(case["ids"], case["given"], strict=True)):
             count = sum(in_prompt)  # number of prompt tokens at the front of the block
             # replace masks in the prompt, which paradec would fill; the recorded logits do not depend on the tokens
-            ids = [0 if given and token == mask_id else token for token, given in zip(entry, in_prompt, strict=True)]
+            ids = [0 if fixed and token == mask_id else token for token, fixed in zip(entry, in_prompt, strict=True)]
             prompt = [0] * block + ids[:count]  # add a block, because a prompt must not be empty
             state = sampler.start(model, [prompt], max_new_tokens=2 * block - len(prompt), eos_early_stop=False)
             assert state.canvas[0, block:].tolist() == ids
