@@ -264,7 +264,7 @@ def masked() -> MaskedImageModel:
 
 
 @lru_cache
-def family(name: str) -> Any:
+def image_model(name: str) -> Any:
     return IMAGE_MODELS[name][0]()
 
 
@@ -318,17 +318,17 @@ def test_autoregressive_images_equal_generate_images(llamagen: LlamaGenModel, na
 
 @pytest.mark.parametrize("name", [name for name in IMAGE_MODELS if not name.startswith("llamagen")])
 def test_grids_and_prompts_of_every_family(name: str) -> None:
-    request = dict(IMAGE_MODELS[name][1])
+    request = IMAGE_MODELS[name][1] | {"seed": 1, "guidance_scale": 2.0}
     prompts = [*request.pop("prompts"), *IMAGE_MODELS[name][1]["prompts"][::-1]]
     if "negative_prompt" in request:
         request["negative_prompt"] = request["negative_prompt"][0]
-    assert_same_images(*generate_both_ways(family(name), prompts, batch_size=3, seed=1, guidance_scale=2.0, **request))
+    assert_same_images(*generate_both_ways(image_model(name), prompts, batch_size=3, **request))
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.5])
 def test_captions_move_with_their_rows(scale: float) -> None:
     request = {"sampler": "jacobi", "guidance_scale": scale, "seed": 1}
-    assert_same_images(*generate_both_ways(family("llamagen-t2i"), CAPTIONS, **request))
+    assert_same_images(*generate_both_ways(image_model("llamagen-t2i"), CAPTIONS, **request))
 
 
 @pytest.mark.parametrize("name", ["maskgit", "recap", "halton", "threshold", "wino"])
@@ -365,7 +365,7 @@ def test_image_prompts_may_have_requests(llamagen: LlamaGenModel) -> None:
 
 
 def test_prompts_may_have_different_negative_prompts() -> None:
-    model, request = family("janus"), {"seed": 2, "guidance_scale": 3.0, "output_type": "latent"}
+    model, request = image_model("janus"), {"seed": 2, "guidance_scale": 3.0, "output_type": "latent"}
     prompts = [{"prompt": [1, 20, 9], "negative_prompt": [1, 7, 9]}, {"prompt": [1, 30, 9]}]
     outs = list(generate_many(model, prompts, negative_prompt=[1, 8, 8, 9], **request))
     negative = [[1, 7, 9], [1, 8, 8, 9]]
@@ -388,7 +388,7 @@ def test_errors_end_only_their_image(llamagen: LlamaGenModel) -> None:
 
 @pytest.mark.parametrize("kind", ["c2i", "t2i"])
 def test_rows_that_do_not_fit_into_memory_are_decoded_again(llamagen: LlamaGenModel, kind: str) -> None:
-    plain, prompts = (llamagen, LABELS) if kind == "c2i" else (family("llamagen-t2i"), CAPTIONS)
+    plain, prompts = (llamagen, LABELS) if kind == "c2i" else (image_model("llamagen-t2i"), CAPTIONS)
     model = failing_llamagen(plain, failing_call=4, error=torch.OutOfMemoryError("CUDA out of memory"))
     request = {"seed": 4, "output_type": "pt", "sampler": "jacobi"}
     outs = list(generate_many(model, prompts, batch_size=4, **request))
@@ -430,7 +430,7 @@ def test_image_arguments_are_refused_before_a_prompt_is_read(llamagen: Any, argu
 
 
 def test_captions_of_a_drafter_are_refused() -> None:
-    model = family("llamagen-t2i")
+    model = image_model("llamagen-t2i")
     sampler = samplers.create("speculative", drafter=tiny_llamagen("t2i", seed=1))
     (out,) = generate_many(model, CAPTIONS[:1], sampler=sampler, output_type="latent")
     assert "at its start; use paradec.generate_images" in str(out.error)

@@ -43,6 +43,7 @@ TOPOLOGY |= {"block_causal same": ("block_causal", "same"), "block_causal shifte
 
 
 def paths_of_size(state: Any, sizes: set[int]) -> list[str]:
+    """Return the paths of the state's arrays and lists whose shape contains one of the sizes."""
     shapes = ((path, (len(value),) if isinstance(value, list) else value.shape) for path, value in values_below(state))
     return [path for path, shape in shapes if sizes & {*shape}]
 

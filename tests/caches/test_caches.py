@@ -55,7 +55,7 @@ def score_differences(model: Model, cache: Any, rows: Any = ROWS, sampler: Any =
                 return
 
 
-def sampler_for(cache: Any) -> str:
+def supported_sampler(cache: Any) -> str:
     name = cache if isinstance(cache, str) else cache.name
     return {"picks": "random", "targets": "recap"}.get(caches.get(name).facts.evaluates, "low_confidence")
 
@@ -74,7 +74,7 @@ EVERY_STEP = [
 def test_refreshing_at_every_step_equals_no_cache_bit_for_bit(cache: Any, prediction: str) -> None:
     if prediction not in cache.facts.predictions:
         pytest.skip("refused")
-    assert max(score_differences(tiny(3, prediction=prediction), cache, sampler=sampler_for(cache))) == 0.0
+    assert max(score_differences(tiny(3, prediction=prediction), cache, sampler=supported_sampler(cache))) == 0.0
 
 
 def count_evaluated(cache: Any, prediction: str) -> list[list[int]]:
@@ -130,12 +130,12 @@ def test_caches_are_exact_with_one_layer(name: str, topology: str, prediction: s
     # steps commit different numbers of tokens per row
     request: dict[str, Any] = {"sampler": samplers.create("threshold", threshold=0.3)}
     if cache.facts.evaluates in ("picks", "targets"):
-        request = {"sampler": sampler_for(cache), "steps": 6}
+        request = {"sampler": supported_sampler(cache), "steps": 6}
     model = tiny(1, topology, prediction)
     assert max(score_differences(model, cache, **request)) < 1e-12
     for block_length, new in ((4, 0), (2, 6)):
         changes = {"block_length": block_length, "max_new_tokens": new}
-        assert max(score_differences(model, cache, HOLES, sampler_for(cache), **changes)) < 1e-12
+        assert max(score_differences(model, cache, HOLES, supported_sampler(cache), **changes)) < 1e-12
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def test_caches_change_scores_of_deep_bidirectional_models(name: str) -> None:
     cache = caches.create(name)
     if name == "vicinity":  # with its defaults it covers these rows
         cache = dataclasses.replace(cache, prefix_look=1, after_look=1, warmup_steps=0)
-    assert max(score_differences(tiny(3), cache, sampler=sampler_for(name), block_length=6)) > 1e-6
+    assert max(score_differences(tiny(3), cache, sampler=supported_sampler(name), block_length=6)) > 1e-6
 
 
 def test_the_block_cache_evaluates_the_prompt_and_each_finished_block_once() -> None:
@@ -199,7 +199,7 @@ def test_the_block_cache_evaluates_the_prompt_and_each_finished_block_once() -> 
 @pytest.mark.parametrize("topology", ["bidirectional", "block_causal"])
 def test_filled_masks_of_a_row_do_not_depend_on_other_rows(name: str, topology: str) -> None:
     cache, model = cache_with_rare_refreshes(name, topology, "same"), tiny(2, topology)
-    request = {"sampler": sampler_for(cache), "cache": cache, "temperature": 0.7, "seed": 5, "block_length": 4}
+    request = {"sampler": supported_sampler(cache), "cache": cache, "temperature": 0.7, "seed": 5, "block_length": 4}
     together = paradec.infill(model, HOLES, **request)
     for index, row in enumerate(HOLES):
         expected = paradec.infill(model, row, **request)
@@ -424,6 +424,7 @@ REQUEST: dict[str, Any] = {"max_new_tokens": NEW_SMALL, "block_length": 4, "eos_
 
 
 def rows_of(out: Any) -> list[list[int]]:
+    """Return the ids of each row without padding."""
     return [ids[mask.bool()].tolist() for ids, mask in zip(out.sequences, out.attention_mask, strict=True)]
 
 

@@ -20,6 +20,7 @@ ATTENTION = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
 
 
 def module_of(kind: str) -> tuple[Any, Model]:
+    """Return a checkpoint as a module of transformers and as paradec's model."""
     loaded = paradec.load(GOLDEN / f"{kind}-tiny", dtype="float64")
     config = loaded.module.config.__class__.from_dict(loaded.module.config.to_dict())
     config._attn_implementation = "sdpa"

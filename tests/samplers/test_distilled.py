@@ -51,6 +51,7 @@ def golden_vq() -> VQModel:
 
 
 def golden_sizes(model_name: str, grid: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the configuration of a recorded network, and its weights."""
     record, weights = image_case(SYSTEM, f"{model_name}.config")
     names = ("dim", "n_layer", "n_head", "vocab_size", "num_classes", "rope_base", "norm_eps")
     sizes = {name: record[name] for name in names}

@@ -62,7 +62,7 @@ def test_tokens_equal_those_of_one_position_per_call(name: str, setting: int) ->
         size, blank = model.module.config.grid**2, model.blank_id
         rows = [[blank + 1 + label] for label in labels]
         grid = model.module.config.grid
-        groups = orders.create(order).groups(grid, grid, keyed_rows([setting] * 3, rows))
+        groups = orders.create(order).groups(grid, grid, draws_of_rows([setting] * 3, rows))
         keys = torch.as_tensor(row_keys([setting] * 3, [[*row, *[blank] * size] for row in rows]))
         for row, label in enumerate(labels):
             positions = torch.as_tensor(groups.order[row].copy())
@@ -75,7 +75,7 @@ def test_tokens_equal_those_of_one_position_per_call(name: str, setting: int) ->
         assert max(out.row_nfe) < size or name == "deep"
 
 
-def keyed_rows(seeds: list[int], rows: list[list[int]]) -> Any:
+def draws_of_rows(seeds: list[int], rows: list[list[int]]) -> Any:
     return orders.draws_from_keys(torch.as_tensor(row_keys(seeds, rows)))
 
 

@@ -306,7 +306,7 @@ def test_saving_while_accelerated(case: Case, session: Any, tmp_path: Path) -> N
     assert torch.equal(case.run(case.pipe), case.fast)
 
 
-def lora(pipe: Any, targets: list[str]) -> dict[str, Tensor]:
+def lora_weights(pipe: Any, targets: list[str]) -> dict[str, Tensor]:
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
@@ -322,7 +322,7 @@ def lora(pipe: Any, targets: list[str]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("sampler", [SAMPLER, Forecast(when=Every(3, 2), where="block")], ids=["module", "block"])
 def test_loras_are_loaded_and_removed_while_accelerated(targets: list[str], sampler: Any) -> None:
     pipe = flux_pipeline()
-    weights = lora(pipe, targets)
+    weights = lora_weights(pipe, targets)
     with accelerate(pipe, sampler):
         plain = run_flux(pipe, STEPS)
     pipe.load_lora_weights(dict(weights), adapter_name="a")
@@ -340,8 +340,8 @@ def test_loras_are_loaded_and_removed_while_accelerated(targets: list[str], samp
 
 def test_each_run_may_set_another_lora() -> None:
     pipe = flux_pipeline()
-    pipe.load_lora_weights(lora(pipe, ["to_q"]), adapter_name="a")
-    pipe.load_lora_weights(lora(pipe, ["proj_out"]), adapter_name="b")
+    pipe.load_lora_weights(lora_weights(pipe, ["to_q"]), adapter_name="a")
+    pipe.load_lora_weights(lora_weights(pipe, ["proj_out"]), adapter_name="b")
     requests = [("a", 1.0), ("b", 1.0), ("a", 0.3), (["a", "b"], [0.5, 0.5])]
     expected = []
     for names, scales in requests:

@@ -42,6 +42,7 @@ CASES = [case for path in sorted(SEACACHE.glob("cases.json")) for case in read_j
 
 
 def full_steps(session: Any) -> list[list[int]]:
+    """Return the evaluated steps of each branch."""
     calls = session.report().calls
     return [[c.step for c in calls if c.branch == name and c.evaluated] for name in sorted({c.branch for c in calls})]
 

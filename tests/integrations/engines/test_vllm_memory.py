@@ -15,14 +15,14 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     instance.close()
 
 
-def text(seed: int, size: int) -> list[int]:
+def random_ids(seed: int, size: int) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(2, MASK) for _ in range(size)]
 
 
 def test_pages_are_shared(engine: Engine) -> None:
-    common = text(0, 64)
-    for tail in ([], [5, 6], [7, 8, 9, 10], text(1, 9)):
+    common = random_ids(0, 64)
+    for tail in ([], [5, 6], [7, 8, 9, 10], random_ids(1, 9)):
         prompt = [*common, *tail]
         (output,) = engine.llm.generate([{"prompt_token_ids": prompt}], engine.params(10), use_tqdm=False)
         assert list(output.outputs[0].token_ids) == engine.expected(prompt, 10)
@@ -39,7 +39,7 @@ def test_preempted_requests_continue(engine: Engine) -> None:
 
     scheduler._preempt_request = record
     try:
-        batch = [text(10 + index, 27 - index) for index in range(4)]
+        batch = [random_ids(10 + index, 27 - index) for index in range(4)]
         actual = engine.answers(batch, engine.params(40, ignore_eos=True))
     finally:
         scheduler._preempt_request = preempt_request
@@ -49,6 +49,6 @@ def test_preempted_requests_continue(engine: Engine) -> None:
 
 
 def test_a_chunk_ends_where_a_block_does(engine: Engine) -> None:
-    batch = [text(20 + index, size) for index, size in enumerate((41, 3, 19, BLOCK))]
+    batch = [random_ids(20 + index, size) for index, size in enumerate((41, 3, 19, BLOCK))]
     for prompt, answer in zip(batch, engine.answers(batch, engine.params(9)), strict=True):
         assert list(answer.token_ids) == engine.expected(prompt, 9)

@@ -144,6 +144,8 @@ def test_left_neighbours_are_kept_between_forwards() -> None:
 
 
 class Runner:
+    """A model runner that prefills in chunks and steps random subsets of its requests."""
+
     def __init__(self, model: Model, draw: random.Random):
         self.model, self.draw, self.served = model, draw, ServedModel(model.facts, {})
         self.slots: dict[int, Slot | None] = {}

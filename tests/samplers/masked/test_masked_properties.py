@@ -34,18 +34,18 @@ CACHES_FOR = {
 def pairs() -> list[tuple[str, str, str]]:
     """Return (sampler, cache, model): each sampler on both bidirectional models without a cache, and with one cache."""
     bidirectional = list(MODELS)[:2]
-    triples = [(name, "none", model) for model in bidirectional for name in MASKED if works(name, "none", model)]
+    triples = [(name, "none", model) for model in bidirectional for name in MASKED if is_supported(name, "none", model)]
     triples += [(name, "none", "blocks64") for name in MASKED if topology_of(name) == "block_causal"]
     for index, sampler in enumerate(MASKED):
-        supported = [model for model in bidirectional if works(sampler, "none", model)] or ["blocks64"]
+        supported = [model for model in bidirectional if is_supported(sampler, "none", model)] or ["blocks64"]
         model = supported[-(index % 2)]
-        names = [name for name in CACHES_FOR[MODELS[model]["topology"]] if works(sampler, name, model)]
+        names = [name for name in CACHES_FOR[MODELS[model]["topology"]] if is_supported(sampler, name, model)]
         triples.append((sampler, names[index // 2 % len(names)], model))
     delayed = [(name, "delayed", model) for name, model in zip(("credit", "threshold"), bidirectional, strict=True)]
     return [*triples, ("random", "dkv_greedy", "llada64"), ("threshold", "dkv_decode", "dream64"), *delayed]
 
 
-def works(sampler: str, cache: str, model: str) -> bool:
+def is_supported(sampler: str, cache: str, model: str) -> bool:
     facts = ModelFacts(vocab_size=2, **MODELS[model])
     return verdict(samplers.get(sampler), caches.create(cache), facts).status != REFUSED
 

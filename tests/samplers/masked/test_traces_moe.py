@@ -123,6 +123,7 @@ def replace_draws(proposal: Any, tokens: list[int], probabilities: list[float], 
 
 
 def draws_of(case: dict[str, Any]) -> Any:
+    """Return the (tokens, probabilities) of each call, or None if they were not recorded."""
     steps = [step for step in case["steps"] if not step.get("store")]
     if not all("sampled" in step for step in steps):
         return None

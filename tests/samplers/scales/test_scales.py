@@ -238,6 +238,8 @@ def dtype_of(record: dict[str, Any]) -> torch.dtype:
 
 
 class RecordedDraws:
+    """Draws the tokens of a recorded run, with its uniform numbers or its generator."""
+
     def __init__(self, record: dict[str, Any], arrays: dict[str, Tensor]):
         self.steps, self.arrays = record["steps"], arrays
         self.settings, self.draws = record["settings"], record["draws"]
@@ -279,6 +281,7 @@ class ReplayedCoDe(CoDe):
 
 
 def run(sampler: Any, network: VARModel, record: dict[str, Any], arrays: dict[str, Tensor], **request: Any) -> Any:
+    """Decode, compare every recorded step and the image, and return the final state."""
     settings = record["settings"]
     request |= {"guidance_scale": 1 + settings["cfg"], "top_p": settings["top_p"] or None}
     state = sampler.start(network, settings["labels"], **request)

@@ -49,6 +49,7 @@ class Group:
 
 
 def groups_of(log: list[dict[str, Any]], positions: int) -> list[Group]:
+    """Split the reference's log of calls and draws into groups of steps. positions: number of image positions."""
     groups: list[Group] = []
     calls: list[dict[str, Any]] = []
     pending = None

@@ -99,6 +99,7 @@ def test_samplers_equal_the_oracles(name: str, loop: Callable[..., Iterator[None
 
 
 def steps_of(sampler: Any, model: Any, rows: list[list[int]], **request: Any) -> Iterator[tuple[Any, Any]]:
+    """Decode; yield the state and the proposal of each step before its commit."""
     state = sampler.start(model, rows, max_new_tokens=NEW, eos_early_stop=False, **request)
     while not state.done:
         with torch.no_grad():

@@ -200,6 +200,7 @@ END = 9
 
 
 def neighbours_of(value: float) -> list[float]:
+    """Return the next larger number, the value, and the next smaller number."""
     return [math.nextafter(value, INF), value, math.nextafter(value, -INF)]
 
 
