@@ -151,10 +151,10 @@ class CachedModel:
             )
             for k, logits in zip(new, self.model(part), strict=True):
                 self.known[keys[k]] = logits
-        wanted = torch.arange(width).expand(len(rows), -1) if query.wanted is None else query.wanted
+        columns = torch.arange(width).expand(len(rows), -1) if query.wanted is None else query.wanted
         # a window's padding may request positions beyond its row; their logits are not used
         known_rows = [self.known[key] for key in keys]
-        return torch.stack([row[at.clamp(max=len(row) - 1)] for row, at in zip(known_rows, wanted, strict=True)])
+        return torch.stack([row[index.clamp(max=len(row) - 1)] for row, index in zip(known_rows, columns, strict=True)])
 
 
 Filling = tuple[str, int]

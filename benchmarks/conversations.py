@@ -185,10 +185,10 @@ def measure_kind(kind: str, folder: Path, args: argparse.Namespace) -> dict[str,
         for name, options in options_of.items()
     }
     answers = [talks[name].pop("answers") for name in options_of]
-    differ = sum(a != b for one, other in zip(*answers, strict=True) for a, b in zip(one, other, strict=True))
+    differ = sum(a != b for kept, plain in zip(*answers, strict=True) for a, b in zip(kept, plain, strict=True))
     costs = {"narrow": measure_costs(folder, kind, args.turns)}
-    with tempfile.TemporaryDirectory() as other:
-        costs["wide"] = measure_costs(write_checkpoint(kind, Path(other), WIDE), kind, args.turns)
+    with tempfile.TemporaryDirectory() as wide:
+        costs["wide"] = measure_costs(write_checkpoint(kind, Path(wide), WIDE), kind, args.turns)
     return {
         "conversations": talks,
         "answers_differ": differ,

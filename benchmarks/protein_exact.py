@@ -176,7 +176,7 @@ def main() -> None:
             plain = paradec.samplers.create("jacobi", window=1)
             lines["window 1"] = designs(model, plain, "random", temperature, 1 if len(structure) > 150 else 2)
             alike = zip(lines["jacobi"].pop("designs"), lines["window 1"]["designs"], strict=False)
-            lines["window 1"]["same"] = all(ours == theirs for ours, theirs in alike)
+            lines["window 1"]["same"] = all(a == b for a, b in alike)
             for line, entry in lines.items():
                 entry.pop("designs", None)
                 result["designs"].append({"chain": name, "temperature": temperature, "sampler": line} | entry)

@@ -152,10 +152,10 @@ PEAKS = "{ours[peak_mib]:.0f} / {theirs[peak_mib]:.0f}"
 def peers_text_table(data: Row) -> str:
     """Whole answers compared with public decoders of LLaDA and Dream, with quartiles."""
     rows = _cases(data)
-    head = "case | CPU time over theirs | wall time over theirs | peak MiB, ours / theirs | tokens"
+    head = "case | CPU time over the peer's | wall time over the peer's | peak MiB, paradec / peer | tokens"
     cells = f"{{case}} | {{cpu_over:q}} | {{wall_over:q}} | {PEAKS} | {{tokens}}"
     if rows[0]["bare"] is not None:
-        head += " | products alone | (ours - products) / (theirs - products)"
+        head += " | products alone | (paradec - products) / (peer - products)"
         cells += " | {bare:.2f} | {cpu_beyond:q}"
     low, high = data["load_average"]
     about = f"({data['processor']}, load average {low:.1f} to {high:.1f}.)"
@@ -174,7 +174,7 @@ def peers_sjd_table(sizes: dict[str, Row]) -> str:
     rows = [row | {"size": size} for size, data in sizes.items() for row in _cases(data)]
     for row in rows:
         row["forward"] = row["cpu_over"][1] * row["theirs"]["forwards"] / row["ours"]["forwards"]
-    head = "| codes | forwards, ours / theirs | CPU time over theirs | of a forward | peak MiB, ours / theirs"
+    head = "| codes | forwards, paradec / peer | CPU time over the peer's | of a forward | peak MiB, paradec / peer"
     cells = "{size}, `{case}` | {tokens} | {ours[forwards]} / {theirs[forwards]} | {cpu_over:q} | {forward:.2f}"
     return table(rows, head, f"{cells} | {PEAKS}")
 
@@ -374,14 +374,14 @@ def canvases_table(data: Row) -> str:
         default = next(result for result in row["encode_wait"] if result["wait"] == row["default_wait"])
         calls = [result["decoder_calls"] + result["encoder_calls"] for result in (row["transformers"], default)]
         rows.append(row | {"ours": default, "calls": calls, "with_ends": "yes" if row["ends"] else "no"})
-    head = "settles | ends | steps a canvas | rows: transformers | ours | fewer | fewer on the same paths"
+    head = "settles | ends | steps a canvas | rows: transformers | paradec | fewer | fewer on the same paths"
     cells = (
         "{settles} | {with_ends} | {steps_per_canvas[mean]} ({steps_per_canvas[low]} to {steps_per_canvas[high]}) | "
     )
     cells += "{transformers[rows]} | {ours[rows]} | {ours[rows_fewer]:.2f}x | {ours[rows_fewer_same_paths]:.2f}x | "
     cells += "{calls[0]} | {calls[1]} | {ours[calls_times]:.2f}x | "
     cells += "{cpu_ratio[median]:.2f}x less ({cpu_ratio[low]:.2f} to {cpu_ratio[high]:.2f})"
-    return table(rows, head + " | calls: transformers | ours | times | processor time", cells)
+    return table(rows, head + " | calls: transformers | paradec | times | processor time", cells)
 
 
 def canvases_wait_table(data: Row) -> str:
