@@ -64,19 +64,19 @@ class Tiles(PictureModel):
 
 
 def test_a_custom_masked_model_generates_images() -> None:
-    def make(**request: Any) -> images.ImageOutput:
+    def paint(**request: Any) -> images.ImageOutput:
         return paradec.generate_images(Tiles(), class_labels=[2, 0], seed=2, **request)
 
-    cold = make(temperature=0, output_type="pt")
+    cold = paint(temperature=0, output_type="pt")
     assert torch.equal(cold.images, torch.tensor([2 / 3, 0.0]).view(2, 1, 1, 1).expand(2, 1, 3, 3))
     assert cold.row_nfe == [3, 3] and cold.codes.unique().tolist() == [0, 2]  # the model's default steps
-    drawn = make(output_type="latent")
-    assert torch.equal(drawn.images, drawn.codes) and len(drawn.codes.unique()) > 2  # and its temperature
-    assert torch.equal(make(output_type="latent", sampler="halton", steps=9).codes[0] < 4, torch.ones(3, 3).bool())
-    assert [image.size for image in make().images] == [(3, 3)] * 2 and isinstance(make().images[0], Image.Image)
-    assert make(callback=lambda state, commit: True).images is None
-    refuses(lambda: make(sampler="sjd"), "'sjd' is of family 'draft_verify'; tiles takes the 'masked' family")
-    refuses(lambda: make(prompts="a cat"), "tiles does not take prompts; it is conditioned on class_labels")
+    drawn = paint(output_type="latent")
+    assert torch.equal(drawn.images, drawn.codes) and len(drawn.codes.unique()) > 2  # its temperature too
+    assert torch.equal(paint(output_type="latent", sampler="halton", steps=9).codes[0] < 4, torch.ones(3, 3).bool())
+    assert [image.size for image in paint().images] == [(3, 3)] * 2 and isinstance(paint().images[0], Image.Image)
+    assert paint(callback=lambda state, commit: True).images is None
+    refuses(lambda: paint(sampler="sjd"), "'sjd' is of family 'draft_verify'; tiles takes the 'masked' family")
+    refuses(lambda: paint(prompts="a cat"), "tiles does not take prompts; it is conditioned on class_labels")
 
 
 @dataclass
