@@ -46,7 +46,7 @@ from forecasting import STEPS  # noqa: E402
 
 import paradec
 from paradec import Every, Forecast
-from paradec.models.images.loading import packaged_image
+from paradec.models.images.loading import packaged_path
 from paradec.models.images.pixel_dit import PixelDiTPipeline
 from paradec.samplers.forecast.refresh import RunProgress, StepRule
 from paradec.samplers.forecast.step_schedule import StepSchedule
@@ -110,7 +110,7 @@ def denoise(name: str, module: nn.Module, arguments: dict[str, Tensor], steps: i
     """Compute the latent after Euler steps from time 1 to 0; for digits, with their scheduler and guidance."""
     if name != "digits":
         return forecasting.denoise(name, module, arguments, steps)
-    scheduler = DDIMScheduler.from_pretrained(packaged_image("digits-dit"), subfolder="scheduler")
+    scheduler = DDIMScheduler.from_pretrained(packaged_path("digits-dit"), subfolder="scheduler")
     scheduler.set_timesteps(steps)
     x = arguments["hidden_states"]
     labels = torch.cat([arguments["class_labels"], torch.full((len(x),), module.config.num_embeds_ada_norm)])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from paradec.core.orders import group_sizes
-from paradec.models.images.loading import packaged_image
+from paradec.models.images.loading import packaged_path
 from paradec.models.images.lpd import LPD, LPDConfig
 from paradec.models.images.vq import VQModel, load_vq
 
@@ -75,7 +75,7 @@ def train(args: argparse.Namespace, vq: VQModel, x: Tensor, y: Tensor, hx: Tenso
 
 def main() -> None:
     args = parse_arguments(__doc__, "runs/digits-lpd", (30.0,))
-    model = train(args, load_vq(Path(packaged_image("digits")) / "vq.safetensors"), *digits(args.csv))
+    model = train(args, load_vq(Path(packaged_path("digits")) / "vq.safetensors"), *digits(args.csv))
     config = {"model_type": "lpd", "n_head": SIZES.n_head, "vq": "../digits/vq.safetensors"}
     export(args.out / "export", half(model), config | {"defaults": {"guidance_scale": 4.0}})
 

@@ -22,7 +22,7 @@ from common import codes_of, digits, export, fit, half, parse_arguments
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from paradec.models.images.loading import packaged_image
+from paradec.models.images.loading import packaged_path
 from paradec.models.images.uvit import UViT
 from paradec.models.images.vq import VQModel, load_vq
 
@@ -96,7 +96,7 @@ def train(args: argparse.Namespace, vq: VQModel, x: Tensor, y: Tensor, hx: Tenso
 
 def main() -> None:
     args = parse_arguments(__doc__, "runs/digits-maskgit", (15.0,))
-    model = train(args, load_vq(Path(packaged_image("digits")) / "vq.safetensors"), *digits(args.csv))
+    model = train(args, load_vq(Path(packaged_path("digits")) / "vq.safetensors"), *digits(args.csv))
     config = {"model_type": "uvit", "heads": SIZES["heads"], "vq": "../digits/vq.safetensors"}
     config |= {"defaults": {"steps": 8, "guidance_scale": 2.0, "temperature": 1.0}}
     export(args.out / "export", half(model), config)

@@ -169,11 +169,11 @@ def summary(out: Path, output: ImageOutput) -> str:
 def pipeline_index(source: str) -> dict[str, Any] | None:
     """Read a pipeline's `model_index.json`; None for models of `paradec.load`. Raises CheckpointError for others."""
     from paradec.models.checkpoint import CheckpointError, read_json
-    from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, packaged_image
+    from paradec.models.images.loading import FAMILIES, PACKAGED, PACKAGED_PIPELINES, packaged_path
 
     if (source in PACKAGED and not os.path.exists(source)) or os.path.isfile(source):
         return None
-    folder = packaged_image(source) if source in PACKAGED_PIPELINES and not os.path.exists(source) else source
+    folder = packaged_path(source) if source in PACKAGED_PIPELINES and not os.path.exists(source) else source
     config = read_json(folder, "config.json", None)
     index = {} if config.get("model_type") in FAMILIES else read_json(folder, "model_index.json", None)
     if not config and not index:
@@ -184,9 +184,9 @@ def pipeline_index(source: str) -> dict[str, Any] | None:
 def image_type(source: str) -> Any:
     """Read the `model_type` of a checkpoint: a folder, a file, a hub id or a packaged model's name."""
     from paradec.models.checkpoint import read_json
-    from paradec.models.images.loading import PACKAGED, file_type, packaged_image
+    from paradec.models.images.loading import PACKAGED, file_type, packaged_path
 
-    folder = packaged_image(source) if source in PACKAGED and not os.path.exists(source) else source
+    folder = packaged_path(source) if source in PACKAGED and not os.path.exists(source) else source
     return file_type(folder) if os.path.isfile(folder) else read_json(folder, "config.json", None).get("model_type")
 
 

@@ -22,7 +22,7 @@ from paradec.models.base import Model
 from paradec.models.checkpoint import CheckpointError, check_path, fetch, first_line, is_int8, read_json
 from paradec.models.family import read_tokenizer
 from paradec.models.images.loading import PACKAGED as PACKAGED_IMAGES
-from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_image
+from paradec.models.images.loading import PACKAGED_PIPELINES, file_type, image_loader, load_image_model, packaged_path
 from paradec.models.masked import FAMILIES, UNSUPPORTED, known_family, load_masked
 from paradec.models.tensor_parallel import load_on_all_ranks
 from paradec.models.text import diffusion_gemma
@@ -279,7 +279,7 @@ def _find_checkpoint(source: str, revision: str | None) -> tuple[str, dict[str, 
     """Return the path and config.json of a checkpoint. For an image model in a single file, the config is only its
     `model_type`. Raises CheckpointError for a missing checkpoint, a diffusers pipeline, or a file of a text model."""
     if source in PACKAGED_IMAGES and not os.path.exists(source):
-        source = packaged_image(source)
+        source = packaged_path(source)
     is_pipeline = os.path.isfile(os.path.join(source, "model_index.json"))
     prior = os.path.join(source, "vision_language_encoder")
     if is_pipeline and os.path.isfile(os.path.join(prior, "config.json")):  # GLM-Image's prior

@@ -12,7 +12,7 @@ from paradec.core.checks import check_choice, short_repr
 from paradec.core.text_files import read_json, write_bytes, write_json
 from paradec.core.version import __version__
 from paradec.models.images.loading import PACKAGED_PIPELINES as PACKAGED_FOLDERS
-from paradec.models.images.loading import packaged_image
+from paradec.models.images.loading import packaged_path
 
 KINDS = ("generate", "pipeline")
 HERE = Path(__file__).parent
@@ -103,7 +103,7 @@ def _pipeline_files(model: str | None, sampler: str | None) -> dict[str, Any]:
         raise ValueError("model=None: kind 'pipeline' needs a pipeline's folder, whose class it exports")
     is_packaged = model in PACKAGED_FOLDERS and not Path(model).exists()
     try:
-        index = read_json(Path(packaged_image(model) if is_packaged else model) / "model_index.json")
+        index = read_json(Path(packaged_path(model) if is_packaged else model) / "model_index.json")
     except OSError:
         raise ValueError(f"model={model!r} has no model_index.json: it is not a pipeline's folder") from None
     base = index.get("_class_name")

@@ -49,7 +49,7 @@ NOT_SIZES = ("model_type", "vq", "defaults")
 """Fields of a folder's config.json that are not sizes of the network."""
 
 
-def packaged_image(name: str) -> str:
+def packaged_path(name: str) -> str:
     return str(Path(str(importlib.resources.files("paradec"))) / "assets" / name)
 
 

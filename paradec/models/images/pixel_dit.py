@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paradec.core.checks import check_choice, check_int, check_number
 from paradec.models.images.base import list_labels
-from paradec.models.images.loading import packaged_image
+from paradec.models.images.loading import packaged_path
 
 OUTPUT_TYPES = ("pil", "np", "pt")
 
@@ -34,7 +34,7 @@ class PixelDiTPipeline(DiffusionPipeline):
     @classmethod
     def digits(cls, **options: Any) -> PixelDiTPipeline:
         """The small model of handwritten digits inside the package; `options` are those of `from_pretrained`."""
-        return cls.from_pretrained(packaged_image("digits-dit"), **options)
+        return cls.from_pretrained(packaged_path("digits-dit"), **options)
 
     @torch.no_grad()
     def __call__(
