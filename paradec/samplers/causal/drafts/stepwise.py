@@ -221,12 +221,12 @@ class GrownTree:
                 hidden = torch.cat((hidden, output.take_along_dim(source, 1)), 1)
             wanted_nodes = np.arange(num_drafts + 1, num_drafts + 1 + top)
             drafting.num_read[rows], begin = state.committed[rows], end
-        tokens, score, candidate = (torch.cat(level_values, 1) for level_values in zip(*candidates, strict=True))
+        all_tokens, all_scores, all_parents = (torch.cat(levels, 1) for levels in zip(*candidates, strict=True))
         # a parent is at least as likely as its child and precedes it, so it is selected too
-        selected = score.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes - 1].sort(1).values
-        drafts = tokens.gather(1, selected).masked_fill(score.gather(1, selected).isinf(), -1)
+        selected = all_scores.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes - 1].sort(1).values
+        drafts = all_tokens.gather(1, selected).masked_fill(all_scores.gather(1, selected).isinf(), -1)
         parent_nodes = torch.searchsorted(
-            torch.cat((torch.zeros_like(root), selected + 1), 1), candidate.gather(1, selected)
+            torch.cat((torch.zeros_like(root), selected + 1), 1), all_parents.gather(1, selected)
         )
         count = 1 + selected.shape[1]
         nodes = torch.full((len(rows), tree.nodes), -1, dtype=torch.int64, device=device)
