@@ -22,6 +22,7 @@ with an error if a bound does not hold.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import platform
 import statistics
@@ -132,8 +133,8 @@ def step_functions(vocabulary: int) -> dict[str, Callable[[], tuple[float, float
     torch.manual_seed(0)
     module = LlamaForCausalLM(config).eval()
     module.lm_head.weight.data.mul_(50)
+    causal = paradec.wrap(copy.deepcopy(module), topology="causal", prediction="shifted")
     masked = paradec.wrap(module, mask_token_id=vocabulary - 1, prediction="same", topology="bidirectional")
-    causal = paradec.wrap(module, topology="causal", prediction="shifted")
     block = {"max_new_tokens": 16, "block_length": 16}
     cases: dict[str, tuple[Any, str, dict[str, Any]]] = {
         "threshold": (masked, "threshold", block),
