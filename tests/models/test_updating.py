@@ -132,7 +132,7 @@ def test_updates_in_the_thread_of_a_request_are_refused() -> None:
     def update(state: Any, commit: Any) -> None:
         model.update_weights({})
 
-    with pytest.raises(RuntimeError, match="a request of LlamaForCausalLM that runs in this thread"):
+    with pytest.raises(RuntimeError, match="a request of LlamaForCausalLM runs in this thread"):
         paradec.generate(model, ROWS, callback=update, **REQUEST)
     assert model.update_weights({}) == 1  # the failed request has ended
 
