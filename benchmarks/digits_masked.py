@@ -11,7 +11,8 @@ Diffusion transformer (`digits-dit`): DDIM with fewer steps as the baseline; Tay
 7 or 5 full evaluations; and rules that decide by a measurement when to evaluate. All settings start from the same
 noise. "pixel error" is the mean absolute difference (range 0 to 1) to the images of DDIM with the same number of steps,
 all evaluated; plain DDIM runs are compared with DDIM of 20 and of 50 steps. If a rule evaluates a part of the
-transformer at forecast steps, this part is counted. Rules decide for a batch of 100 images, so their counts are means.
+transformer at forecast steps, this part is counted. A rule decides for a batch
+of 100 images, so its counts are means over batches.
 
 Class accuracy and Frechet distance are those of `benchmarks/digits.py`, with 95 % intervals (Wilson's; bootstrap).
 """
@@ -180,7 +181,7 @@ def measure(part: str, images: int, classifier: Any) -> list[dict[str, Any]]:
 
 
 def errors(pictures: Tensor, references: dict[int, Tensor], aims: list[int]) -> dict[str, float]:
-    """Compute the mean absolute difference of images to each of `references`, DDIM runs of `aims` steps."""
+    """Compute the mean absolute difference to the DDIM images in `references`, for each number of steps in `aims`."""
     return {str(aim): float((pictures - references[aim]).abs().mean()) for aim in aims if aim in references}
 
 

@@ -6,9 +6,9 @@ A sampler that commits a fixed number of tokens per step fills whole blocks. The
 tokens on average, so in blocks of 32 most forwards only commit padding. This benchmark runs every such sampler with
 one, two or four tokens per step in blocks of several lengths, and with one token per step also in blocks that end where
 the model predicts the end of the text. On the prompts of benchmarks/results/compare.json, each sampler's setting with
-the fewest forwards is chosen among those that lose at most `MAX_LOSS` right answers to `threshold` at its defaults. It
-is then measured on the other prompts of benchmarks/compare_heldout.py. The block length of the baseline, one token per
-step, is chosen in the same way.
+the fewest forwards is chosen among those with at most `MAX_LOSS` fewer right answers than `threshold` at its defaults.
+It is then measured on the other prompts of benchmarks/compare_heldout.py. The block length of the baseline, one token
+per step, is chosen in the same way.
 
 Writes benchmarks/results/headline.json.
 """

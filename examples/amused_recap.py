@@ -1,4 +1,4 @@
-"""Amused with the schedulers of diffusers, MaskGIT, Halton and ReCAP (for which a session also hooks the layers).
+"""Amused with four schedulers: diffusers' own, MaskGIT, Halton, and ReCAP, which also changes the transformer's layers.
 
     python examples/amused_recap.py --device cuda "a red fox in the snow"     # writes amused-recap.png
     python examples/amused_recap.py --tiny             # random weights: no download, no GPU, no file
@@ -23,7 +23,7 @@ from paradec.schedulers import HaltonScheduler, MaskGITScheduler
 
 
 def tiny() -> tuple[AmusedPipeline, dict[str, Any]]:
-    """Build a random Amused of two layers for images of 8 x 8 pixels and codes, and arguments in place of a prompt."""
+    """Build a random Amused for images of 8 x 8 pixels, a code each; also return arguments in place of a prompt."""
     torch.manual_seed(0)
     embeds = {"cond_embed_dim": 8, "encoder_hidden_size": 8, "micro_cond_encode_dim": 2, "micro_cond_embed_dim": 10}
     sizes = {"hidden_size": 8, "in_channels": 8, "block_out_channels": 8, "intermediate_size": 8, "num_res_blocks": 1}

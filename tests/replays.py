@@ -112,7 +112,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "constraints/test_structured_cases.py": "",
             "samplers/masked/test_constrained.py": "recorded_runs "
             "recorded_runs_that_take_the_best_token_of_each_marginal one_token_a_step_has_the_recorded_distribution",
-            "samplers/causal/test_causal_constraints.py": "recorded_greedy_runs the_recorded_masked_distribution",
+            "samplers/causal/test_causal_constraints.py": "recorded_greedy_runs the_recorded_constrained_distribution",
             "samplers/renoising/test_canvas_properties.py": "recorded_steps",
             "api/test_decide.py": "recorded_answers",
             "integrations/server/test_systemone.py": "recorded_answers",

@@ -45,7 +45,7 @@ def infill(
         constraints: one constraint per hole in reading order, None where anything is allowed; or a mapping of hole
             numbers, from 0, to constraints. An answer after the text is the last hole. To constrain every hole alike,
             give `constraint` instead.
-        preset, arguments: as in `generate`, with two other defaults: `max_new_tokens` is 0 (masks appended after the
+        preset, arguments: as in `generate`, except for two defaults: `max_new_tokens` is 0 (masks appended after the
             text), and `holes_eos_inf` is True (False lets the model leave a part of a hole empty).
 
     Returns:

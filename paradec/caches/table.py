@@ -47,7 +47,10 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     if sampler.needs.mask_probes and facts.prediction != "same":
         return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")
     if facts.topology == "causal_context" and (sampler.needs.multi_step or sampler.needs.mask_probes):
-        return Verdict(REFUSED, "the sampler puts several steps in one call; a block's first token needs another call")
+        return Verdict(
+            REFUSED,
+            "the sampler puts steps in one call, but the model predicts a block's first token in the call before",
+        )
     if not cache.facts.uses_store:
         return Verdict(EXACT)
     if not stores:
@@ -78,7 +81,7 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     if sampler.needs.multi_step and not cache.facts.stateless and not cache.exact_for(facts.topology):
         return Verdict(
             REFUSED,
-            "the sampler must give the result of single steps, and the cache's steps depend on their number; use "
+            "the sampler puts several steps in one call, and the cache's values depend on the number of calls; use "
             "'dual', 'prefix' or 'block'",
         )
     if cache.exact_for(facts.topology):
@@ -93,7 +96,9 @@ def prefix_verdict(cache: Any, facts: Any) -> Verdict:
     if facts.topology not in cache.facts.topologies:
         return Verdict(REFUSED, f"the cache does not work with {facts.topology.replace('_', '-')} models")
     if facts.topology == "causal_context":
-        return Verdict(REFUSED, "blocks over causal context begin where a row's prompt ends")
+        return Verdict(
+            REFUSED, "a stored prefix may end within a block, because blocks begin where a row's prompt ends"
+        )
     if facts.topology == "block_causal":
         return Verdict(EXACT) if cache.exact_for(facts.topology) else Verdict(APPROXIMATE, "like the cache")
     return Verdict(APPROXIMATE, "the prefix was evaluated without later tokens; exact when the model has one layer")
@@ -143,7 +148,7 @@ def _names(names: list[str], all_names: list[str]) -> str:
 
 
 def _columns(results: tuple[tuple[str, str, Verdict], ...], cache: Any) -> dict[str, str]:
-    """Make a column per topology (a verdict per prediction if these differ), and the columns prefix reuse and why."""
+    """Make a column per topology (a verdict per prediction if these differ), and columns "prefix reuse" and "why"."""
     columns: dict[str, str] = {}
     reasons: list[str] = []
     for topology in dict.fromkeys(topology for topology, _, _ in results):
@@ -169,12 +174,12 @@ def make_cache(request: Any, sampler: Any, model: Any, blocks: BlockPolicy) -> C
             raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {result.why}")
     if cache.facts.evaluates == "picks" and getattr(blocks, "reads_logits", False):
         raise ValueError(
-            f"cache={cache.name!r} does not work with blocks={short_repr(blocks)}: it needs the positions to commit "
-            "before the logits that determine a block's end; use paradec.FixedBlocks or another cache"
+            f"cache={cache.name!r} does not work with blocks={short_repr(blocks)}: it chooses the positions to "
+            "commit before the forward whose logits end a block; use paradec.FixedBlocks or another cache"
         )
     if cache.facts.evaluates == "picks" and request.rng == "reference" and request.temperature > 0:
         raise ValueError(
-            f"cache={cache.name!r} needs the positions to commit before tokens are drawn, and rng='reference' draws "
-            f"tokens first from the same stream: use temperature=0 or rng='counter'"
+            f"cache={cache.name!r} chooses the positions to commit before tokens are drawn, but rng='reference' draws "
+            "the tokens first from the same stream: use temperature=0 or rng='counter'"
         )
     return cache

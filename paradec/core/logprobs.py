@@ -179,7 +179,7 @@ class LogProbs:
 def write_columns(target: Tensor, rows: np.ndarray, positions: Tensor, selected: Tensor, values: Tensor) -> None:
     """Write values [R, W, ...] to `target` [B, L, ...] at rows [R], positions [R, W], if `selected` [R, W] is True."""
     columns, index = target.shape[1], torch.as_tensor(rows, device=target.device).unsqueeze(1)
-    # positions past the end wrap around; only the first `columns` positions are written, so they stay distinct
+    # a position past the last column becomes a column by modulo; rows are cut to L entries, so that none is set twice
     column, selected, values = positions[:, :columns] % columns, selected[:, :columns], values[:, :columns]
     selected = selected if values.ndim == 2 else selected.unsqueeze(-1)
     target[index, column] = torch.where(selected, values, target[index, column])

@@ -95,13 +95,13 @@ class Decoder(Model):
         if (plan := arguments.get("attention_plan")) is not None and not plan.attended:
             raise RuntimeError(
                 f"{self.facts.name} does not pass keyword arguments on to its attention, which a request with "
-                "attention=... needs; leave it out"
+                "attention=... needs; leave attention out"
             )
         return logits
 
     def _evaluate(self, query: Query, **arguments: Any) -> Tensor:
         module = self.module
-        if calls_parts(module):
+        if can_call_parts(module):
             # embedding, layers and norm for all columns, then the output matrix for the wanted columns
             hidden = module.model(**arguments).last_hidden_state
             if needs_hidden(query):
@@ -159,7 +159,7 @@ def needs_hidden(query: Query) -> TypeGuard[CausalQuery]:
     return isinstance(query, CausalQuery) and (query.keep_hidden or query.keep_layers is not None)
 
 
-def calls_parts(module: Any) -> bool:
+def can_call_parts(module: Any) -> bool:
     """Whether calling `module.model` and `module.lm_head` equals calling the module: its class is in `PLAIN_CLASSES`,
     and it has no hooks, compiled code or replaced forward. (accelerate's forward, which aligns devices, is allowed.)"""
     return (

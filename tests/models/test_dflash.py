@@ -10,7 +10,7 @@ from decoding import refuses
 from drafters import NEGATIVE, PROMPTS, VOCAB, decode_answers, p_values, random_weights, tiny_base, write_drafter
 from images import CODES, tiny_llamagen
 from oracles.causal import greedy
-from structured import add_letter_tokenizer, assert_masked_decoding
+from structured import add_letter_tokenizer, assert_constrained_decoding
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -104,7 +104,7 @@ def test_drafts_tokens_and_forwards_equal_transformers(loader: Any, tmp_path: Pa
 
 def test_constrained_answers_have_the_right_distribution(loader: Any) -> None:
     base = add_letter_tokenizer(tiny_base(layers=4), 2)
-    assert max(assert_masked_decoding(speculative(loader(base)), base, "(ab|b)a?", 4, 600).row_nfe) < 4
+    assert max(assert_constrained_decoding(speculative(loader(base)), base, "(ab|b)a?", 4, 600).row_nfe) < 4
 
 
 def plain_block(config: dict, weights: dict[str, Tensor], block: Tensor, features: Tensor, causal: bool) -> Tensor:

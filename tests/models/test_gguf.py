@@ -393,7 +393,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data_start(file: Path) -> int:
-    """Return the offset of the tensors' data, which are padded to 32 bytes each and end the file."""
+    """Return the offset of the tensors' data: the last part of the file, each tensor padded to 32 bytes."""
     tensors = gguf.read_gguf(str(file.parent), file.name, None).tensors.values()
     return file.stat().st_size - sum(-(-tensor.blocks.nbytes // 32) * 32 for tensor in tensors)
 

@@ -1,4 +1,4 @@
-"""`update_weights`: names, waiting for requests, versions, and prefixes or states of older weights."""
+"""`update_weights`: names, waiting for requests, versions, and prefixes stored with older weights."""
 
 import copy
 import pickle
@@ -37,7 +37,7 @@ def decode_tokens(model: Model, **request: Any) -> Tensor:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["llada-tiny", "dream-tiny", "llada2-tiny", "sdar-moe-tiny"])
-def test_published_names_reload_the_files(name: str) -> None:
+def test_weights_with_published_names_restore_the_model(name: str) -> None:
     folder = GOLDEN / "moe" / name if (GOLDEN / "moe" / name).exists() else GOLDEN / name
     model = copy.deepcopy(golden_moe(name)) if folder.parent.name == "moe" else paradec.load(folder, dtype="float32")
     before = decode_tokens(model)

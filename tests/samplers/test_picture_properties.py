@@ -21,7 +21,7 @@ from paradec.models.images.diffusion import DiffusionModel
 LABELS, SEEDS = [2, 4, 2], [7, 8, 7]
 
 
-def code() -> Any:
+def code_sampler() -> Any:
     return samplers.create("code", drafter=tiny_var(seed=5, width=12, depth=3, vq=tiny_var().vq))
 
 
@@ -36,7 +36,7 @@ def distilled(teacher: Any, start: int) -> Any:
 METHODS: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any]]] = {
     "var": (lambda: samplers.create("var"), tiny_var, {}),
     "var, smooth": (lambda: samplers.create("var", smooth=True), tiny_var, {"top_k": 20}),
-    "code": (code, tiny_var, {"temperature": 0.7}),
+    "code": (code_sampler, tiny_var, {"temperature": 0.7}),
     "mar": (lambda: samplers.create("mar", head_steps=3), random_mar, {"steps": 5}),
     "cspd": (cspd, random_mar, {"steps": 8}),
     "distilled": (lambda: samplers.create("distilled"), tiny_student, {"guidance_scale": 1.0}),
@@ -150,7 +150,7 @@ def test_errors_of_non_finite_values_name_the_row_and_change_no_state(name: str,
     assert torch.equal(result_of(state), before) and state.index == index
 
 
-@pytest.mark.parametrize("name", [name for name in PICTURES if name != "var, smooth"])  # it returns features
+@pytest.mark.parametrize("name", [name for name in PICTURES if name != "var, smooth"])  # smooth VAR returns features
 def test_traces_and_interrupts_give_the_tokens_of_the_image(name: str) -> None:
     make, load, fields = METHODS[name]
     sampler, model, written = make(), load(), torch.zeros(3, 0, dtype=torch.int64)

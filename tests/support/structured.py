@@ -24,7 +24,7 @@ from paradec.models.adapter import Model
 
 CASES: dict[str, dict[str, Any]] = {path.stem: read_json(path) for path in sorted(golden("structured").glob("*.json"))}
 SETTINGS = {path.stem: read_json_unrecorded(path) for path in sorted(golden("structured").glob("*.json"))}
-"""The same cases for choosing which to replay: reads of their fields are not recorded."""
+"""The same cases, for choosing which to replay: reading a field here does not count as a use by a test."""
 Canvas = list[int | None]
 
 
@@ -57,7 +57,7 @@ def tokenizer_of(vocab: list[str], end: int) -> PreTrainedTokenizerFast:
 
 
 def automaton_of(case: dict[str, Any], regex: str | None = None, ends: bool | None = None) -> TokenAutomaton:
-    """Return a case's token automaton. regex, ends: replace its constraint, and whether texts may have end tokens."""
+    """Return a case's token automaton. regex: replaces its constraint. ends: replaces its field `ends`."""
     vocab, end = case["vocab"], case["end"]
     value = parse_constraint("constraint", case["constraint"] if regex is None else {"regex": regex})
     ids = (end,) if (case["ends"] if ends is None else ends) else ()
@@ -169,7 +169,7 @@ def softmax(logits: Tensor) -> list[list[float]]:
     return logits.softmax(-1).tolist()
 
 
-def masked_distribution(
+def constrained_distribution(
     automaton: TokenAutomaton, p_after: Callable[[tuple[int, ...]], list[float]], slots: int
 ) -> dict[tuple[int, ...], float]:
     """Return the distribution of texts decoded token by token under a constraint. p_after: p after a prefix."""
@@ -213,8 +213,8 @@ def add_letter_tokenizer(model: Model, end: int) -> Model:
     return model
 
 
-def assert_masked_decoding(sampler: Any, model: Model, pattern: str, slots: int, rows: int, **request: Any) -> Any:
-    """Assert that samples and greedy answers of a causal model equal token-by-token decoding; return the samples."""
+def assert_constrained_decoding(sampler: Any, model: Model, pattern: str, slots: int, rows: int, **request: Any) -> Any:
+    """Assert that a causal model's greedy answers and distribution equal token-by-token decoding; return samples."""
     prompt, value = [3, 1, 2], paradec.Regex(pattern)
     ends, size = model.facts.eos_token_ids, model.facts.vocab_size
 
@@ -225,7 +225,7 @@ def assert_masked_decoding(sampler: Any, model: Model, pattern: str, slots: int,
     automaton = token_automaton(value, model.tokenizer, size, ends, ())
     fields: dict[str, Any] = {"sampler": sampler, "constraint": value, "max_new_tokens": slots, "eos_early_stop": False}
     out = paradec.generate(model, input_ids=[prompt] * rows, temperature=1.0, seed=[*range(rows)], **fields | request)
-    assert_frequencies(torch.stack(list(out.new_tokens)), masked_distribution(automaton, p_after, slots))
+    assert_frequencies(torch.stack(list(out.new_tokens)), constrained_distribution(automaton, p_after, slots))
     greedy = [
         paradec.generate(model, input_ids=[prompt], **fields | {"sampler": method}).new_tokens.tolist()
         for method in (sampler, paradec.samplers.create("sjd", window=1))

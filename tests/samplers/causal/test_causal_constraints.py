@@ -15,7 +15,7 @@ from structured import (
     automaton_of,
     case_names,
     causal_model_of,
-    masked_distribution,
+    constrained_distribution,
     texts_behind_a_marker,
     tiny_with_texts,
 )
@@ -68,14 +68,14 @@ def test_recorded_greedy_runs(name: str, chain: str) -> None:
         assert set(out.logprobs.best_tokens[0, 1 + slot][likely].tolist()) == set(step["allowed"])
 
 
-def constrained_distribution(case: dict[str, Any]) -> dict[tuple[int, ...], float]:
+def case_distribution(case: dict[str, Any]) -> dict[tuple[int, ...], float]:
     """Return the distribution of token-by-token decoding under the case's constraint."""
     module, size = causal_model_of(case).module, len(case["vocab"])
 
     def next_probabilities(text: tuple[int, ...]) -> list[float]:
         return module(torch.tensor([[size + 1, *text]]))[0, len(text), :size].softmax(-1).tolist()
 
-    return masked_distribution(automaton_of(case), next_probabilities, case["slots"])
+    return constrained_distribution(automaton_of(case), next_probabilities, case["slots"])
 
 
 ROWS = 2000
@@ -87,7 +87,7 @@ ROWS = 2000
 )
 def test_answers_have_the_distribution_of_token_by_token_decoding(chain: str) -> None:
     case = CASES[next(name for name in case_names("law") if CASES[name]["ends"])]
-    expected, size = constrained_distribution(case), len(case["vocab"])
+    expected, size = case_distribution(case), len(case["vocab"])
     request = {"constraint": paradec.Regex(case["constraint"]["regex"]), "max_new_tokens": case["slots"]}
     request |= {"temperature": 1.0, "seed": [*range(ROWS)], "eos_early_stop": False}
     prompts, sampler = torch.full((ROWS, 1), size + 1), sampler_of(chain, causal_model_of(case, 1.0))
@@ -95,12 +95,12 @@ def test_answers_have_the_distribution_of_token_by_token_decoding(chain: str) ->
     assert_frequencies(out.sequences[:, 1:], expected)
 
 
-def test_the_recorded_masked_distribution() -> None:
+def test_the_recorded_constrained_distribution() -> None:
     for name in case_names("law"):
         if CASES[name]["settings"]["order"] == "left":
             with replay(name):
                 recorded = {tuple(text): mass for text, mass in CASES[name]["expected"]["masked"]}
-                assert constrained_distribution(CASES[name]) == pytest.approx(recorded, rel=1e-9)
+                assert case_distribution(CASES[name]) == pytest.approx(recorded, rel=1e-9)
 
 
 def enumerate_texts(case: dict[str, Any], temperature: float) -> dict[tuple[int, ...], float]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from places import GOLDEN
-from structured import add_letter_tokenizer, assert_masked_decoding
+from structured import add_letter_tokenizer, assert_constrained_decoding
 
 import paradec
 from paradec.models.base import Model
@@ -38,7 +38,7 @@ def base() -> Model:
 def test_answers_have_the_distribution_of_token_by_token_decoding(name: str, tree: str, base: Model) -> None:
     drafter = paradec.load_drafter(RECORDED / name, base=base)
     sampler = paradec.samplers.create("speculative", drafter=drafter, **TREES[tree])
-    out = assert_masked_decoding(sampler, base, PATTERN, 8, 600)
+    out = assert_constrained_decoding(sampler, base, PATTERN, 8, 600)
     assert max(out.row_nfe) < 8  # drafts are accepted where only one token is allowed
 
 
@@ -50,4 +50,4 @@ def test_constraints_may_require_tokens_that_the_drafter_lacks(tree: str, base: 
     missing = [token for token in range(26) if token not in drafter.tokens.tolist()][:3]
     letters = "".join(chr(97 + token) for token in missing)
     sampler = paradec.samplers.create("speculative", drafter=drafter, **TREES[tree])
-    assert max(assert_masked_decoding(sampler, base, f"[{letters}]{{2}}{letters[0]}{{3}}", 6, 300).row_nfe) < 6
+    assert max(assert_constrained_decoding(sampler, base, f"[{letters}]{{2}}{letters[0]}{{3}}", 6, 300).row_nfe) < 6

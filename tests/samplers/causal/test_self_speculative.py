@@ -14,7 +14,7 @@ from oracles.causal import blocks_of_one, next_token
 from places import GOLDEN
 from recorded import find_checkpoint, golden, is_packaged, read_json, read_json_unrecorded, replay_with_margin
 from small_models import END, MASK, VOCAB, tiny
-from structured import add_letter_tokenizer, assert_masked_decoding
+from structured import add_letter_tokenizer, assert_constrained_decoding
 from torch import Tensor
 
 import paradec
@@ -250,4 +250,4 @@ def test_the_adapter_changes_only_the_drafts() -> None:
 def test_constrained_answers_have_the_distribution_of_token_by_token_decoding(settings: dict[str, Any]) -> None:
     model = add_letter_tokenizer(causal(42), 20)
     sampler = paradec.samplers.create("self_speculative", window=4, **settings)
-    assert max(assert_masked_decoding(sampler, model, "(a|bx)yz[cd](efg)?", 9, 400).row_nfe) < 9
+    assert max(assert_constrained_decoding(sampler, model, "(a|bx)yz[cd](efg)?", 9, 400).row_nfe) < 9

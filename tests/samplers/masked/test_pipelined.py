@@ -44,7 +44,7 @@ def decode(model: Model, rows: Any = ROWS, **request: Any) -> Any:
 @pytest.mark.parametrize("forced", ["first", "active"])
 @pytest.mark.parametrize("cache", ["none", "dual", "delayed"])
 @pytest.mark.parametrize("sampler", ["threshold", "credit", "factor", "klass", "persistence", "klass+persistence"])
-def test_pipelined_blocks_that_open_when_full_equal_fixed_blocks(
+def test_pipelined_blocks_without_overlap_equal_fixed_blocks(
     sampler: str, cache: str, forced: str, model: Model
 ) -> None:
     for request in ({"temperature": 0.7}, {"eos_early_stop": True}):
@@ -216,7 +216,7 @@ def counts_and_commits(
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_the_default_order_in_which_blocks_wait_depends_on_the_prediction(prediction: str) -> None:
-    """As in d3LLM's code, full blocks wait one after another for LLaDA, and at the same time for Dream."""
+    """As in d3LLM's code: with LLaDA full blocks wait one after another, with Dream all at the same time."""
     draw, num_different = random.Random(0), 0
     model = tiny(1, prediction=prediction)
     default, reverse = ("first", "all") if prediction == "same" else ("all", "first")

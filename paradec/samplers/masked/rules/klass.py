@@ -26,10 +26,11 @@ class KLASS(LowConfidence):
         kl_threshold: in nats, above 0; infinity makes every position stable.
         history: h, required number of consecutive stable steps, at least 1.
 
-    In a block's first step the previous distribution is all zeros, as in the public code. Hence, at a kl_threshold
-    below about 20, that step has no stable position, and step h + 1 is the first with ready positions. A position that
-    a cache does not evaluate in a step keeps its last distribution and its number of stable steps. With pipelined
-    blocks (without `steps`), a block that must make progress and has no ready position commits its most confident one.
+    In a block's first step the previous distribution is all zeros, as in the public code. With 1e-12 in the logarithm,
+    the KL is then at least 27.6 - ln V, so no position is stable, and step h + 1 is the first with ready positions. A
+    position that a cache does not evaluate in a step keeps its last distribution and its number of stable steps. With
+    pipelined blocks (without `steps`), a block that must make progress and has no ready position commits its most
+    confident one.
 
     Presets are "llada" (GSM8K; the paper uses blocks of 64) and "dream". `steps` plans the schedule but does not bound
     the model calls: a step with one ready position commits only this position, as in the public code. The last

@@ -38,11 +38,11 @@ class Recap(MaskGIT):
         order: "confidence" ranks as `maskgit`; "halton" takes the next positions in Halton order as targets.
         height, width: as in `halton`, for order="halton".
         schedule, choice_temperature, final_temperature, guidance_start: as in `maskgit`, with MaskGIT-r's defaults. The
-            noise falls from group to group, the temperature from step to step. A local step has the guidance scale of
-            the previous step, as in the public code.
+            noise falls from group to group, the temperature from step to step. A local step has the guidance scale
+            scheduled for the step before it, as in the public code.
 
     Set `steps` (16 to 32) and `temperature=1`. For l > 1, the public code's groups lose or repeat some tokens, and its
-    last counts can be negative. Here groups are as described, and counts are at least 1.
+    last steps may commit a negative number. Here groups are as described, and every step commits at least 1 token.
     """
 
     schedule: str = "power"
