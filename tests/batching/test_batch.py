@@ -408,7 +408,7 @@ def test_out_of_memory_makes_batches_smaller_and_loses_no_answer(model: Model, c
     assert [ticket_ids(ticket) for ticket in tickets] == expected.new_tokens.tolist()
     with Batch(TwoRowModel(model), batch_size=8, **REQUEST, sampler="low_confidence", eos_early_stop=False) as batch:
         short_tickets = [batch.add([number]) for number in range(6)]
-        assert drain(batch) == short_tickets  # later prompts are decoded again
+        assert drain(batch) == short_tickets  # prompts that lost their rows are decoded again
     for recorder, ticket in zip(recorders, tickets):
         assert recorder.ends == 1 and sum(recorder.pieces[1:], []) == ticket_ids(ticket)[: ticket.output.tokens[0]]
 

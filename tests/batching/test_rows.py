@@ -286,7 +286,7 @@ def decode_pairs(model: Model, firsts: Mapping[str, Any], seconds: Mapping[str, 
         texts = [ticket.output.sequences[0].tolist() for ticket in first]
         for number, (name, arguments) in enumerate(seconds.items(), 1000):
             prompts = [text + random_ids(number, 2) for text in texts]
-            # decoded alone, because equal prompts in one request draw different numbers
+            # alone=True, because otherwise equal prompts in one batch draw different numbers
             second = [batch.add(prompt, alone=True, max_new_tokens=4, **arguments) for prompt in prompts]
             drain(batch)
             expected = paradec.generate(model, prompts, max_new_tokens=4, **request, **arguments).sequences

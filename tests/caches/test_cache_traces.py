@@ -98,7 +98,7 @@ def test_forced_first_token(name: str, precision: str, numbers: tuple[int, ...] 
 
 @pytest.mark.parametrize("name", mark_others_full(FORCED, together=1))
 def test_forced_first_token_by_answers(name: str) -> None:
-    """paradec has at most one right answer less than the public code."""
+    """If paradec has fewer right answers than the public code, the difference is 1."""
     trace = load_trace(name)
     sampler, arguments = request_of(trace)
     num_right = num_right_of_reference = 0
@@ -167,7 +167,7 @@ def test_dkv(name: str, precision: str, numbers: tuple[int, ...] | None) -> None
 
 
 def test_every_cached_trace_has_calls_of_different_widths() -> None:
-    """The only exceptions are traces with one call per block."""
+    """The only exceptions are traces with at most one call per block."""
     for name in [*BLOCKS, *FORCED, *DKV]:
         trace = load_trace(name)
         settings, cases = trace["settings"], trace["cases"]

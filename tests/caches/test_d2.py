@@ -4,8 +4,8 @@ The recorded sets of evaluated positions differ from paradec's in three points:
 1. they include positions from attention rollout;
 2. masks are ranked by the first step's confidence;
 3. the length of blocks is the number of masks that are left (`RecordedPositions.block_ends`).
-So traces are replayed with the recorded sets, and every call must commit the same tokens. With 2 and 3 imitated, the
-recorded sets must contain the last step's tokens and the masks of the open block that paradec selects.
+So traces are replayed with the recorded sets, and every call must commit the same tokens. With points 2 and 3 imitated,
+the recorded sets must contain the last step's tokens and the masks of the open block that paradec selects.
 """
 
 from dataclasses import dataclass

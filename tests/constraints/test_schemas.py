@@ -163,7 +163,7 @@ NAMES, SIMPLE = ["a", "b", "ab", "c"], [1, "a", None, 0.5, True, {}]
 
 
 def random_schema(draw: random.Random, depth: int) -> Any:
-    """Draw a schema of one or two keywords with at most `depth` levels."""
+    """Draw a schema whose parts are nested at most `depth` deep."""
     if not depth or draw.random() < 0.15:
         values = draw.sample([1, 2, "a", "b", None, True, False, 0.5, [1], {"a": 1}], 3)
         kinds = ("string", "integer", "number", "boolean", "null")

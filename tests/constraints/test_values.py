@@ -442,7 +442,7 @@ def test_a_marker_is_found_in_every_tokenization(drops_space: bool, special: tup
 
 
 def test_text_after_a_marker_has_the_tokenizers_own_tokenization() -> None:
-    """Text up to the marker may have every tokenization. After it, literals have one, as without a marker."""
+    """Text up to the marker may have every tokenization. After it, literals have only the tokenizer's own."""
     schema = {"type": "object", "properties": {"one": {"enum": ["two", "three"]}}, "required": ["one"]}
     plain, marked = compile_tokens(paradec.JsonSchema(schema)), compile_tokens(paradec.JsonSchema(schema, after="then"))
     free = [encode("one then"), [*encode("<"), 2, *encode("th"), *encode("en")], spell("then")]

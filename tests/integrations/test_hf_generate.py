@@ -32,7 +32,7 @@ def module_of(kind: str) -> tuple[Any, Model]:
 
 
 @pytest.fixture(scope="module", params=["llada", "dream"])
-def pair(request: pytest.FixtureRequest) -> tuple[Any, Model, dict[str, Any]]:
+def case(request: pytest.FixtureRequest) -> tuple[Any, Model, dict[str, Any]]:
     plain, loaded = module_of(request.param)
     arguments = {"custom_generate": paradec.hf_generate, "prediction": PREDICTION[request.param]}
     return plain, loaded, arguments | {"mask_token_id": loaded.facts.mask_token_id}
@@ -43,8 +43,8 @@ SETTINGS = [{}, {"kv_cache": "dual", "block_length": 4}, {"sampler": "low_confid
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
-    plain, loaded, arguments = pair
+def test_equals_paradec_generate(case: Any, settings: dict[str, Any]) -> None:
+    plain, loaded, arguments = case
     blocks = {} if "block_length" in settings else {"block_length": 12}
     paradec_settings = {name.removeprefix("kv_"): value for name, value in settings.items()}
     expected = paradec.generate(
@@ -61,8 +61,8 @@ def test_equals_paradec_generate(pair: Any, settings: dict[str, Any]) -> None:
     assert torch.equal(plain.generate(PADDED, max_length=17, **request), out.sequences)
 
 
-def test_sampling_settings_have_the_meaning_of_transformers(pair: Any) -> None:
-    plain, loaded, arguments = pair
+def test_sampling_settings_have_the_meaning_of_transformers(case: Any) -> None:
+    plain, loaded, arguments = case
     ids = torch.tensor([[1, 2, 3]])
     shared = {"max_new_tokens": 8, "seed": 4, "suppress_tokens": [5], "guidance_scale": 1.5}
     shared |= {"temperature": 0.9, "top_k": 7, "top_p": 0.8, "num_return_sequences": 3}
@@ -84,8 +84,8 @@ def test_sampling_settings_have_the_meaning_of_transformers(pair: Any) -> None:
 
 
 @pytest.mark.thinned
-def test_holes_do_not_count_as_new_tokens(pair: Any) -> None:
-    plain, loaded, arguments = pair
+def test_holes_do_not_count_as_new_tokens(case: Any) -> None:
+    plain, loaded, arguments = case
     mask, end = loaded.facts.mask_token_id, loaded.facts.eos_token_ids[0]
     ids, num_early = torch.tensor([[1, mask, 2, mask, 3]]), 0
     for token_id in range(5, 20):
@@ -99,8 +99,8 @@ def test_holes_do_not_count_as_new_tokens(pair: Any) -> None:
     assert num_early
 
 
-def test_generate_does_not_change_the_model(pair: Any) -> None:
-    plain, _, arguments = pair
+def test_generate_does_not_change_the_model(case: Any) -> None:
+    plain, _, arguments = case
     ids = torch.tensor([[1, 2, 3, 4]])
     plain.train()
 
@@ -125,8 +125,8 @@ def test_generate_does_not_change_the_model(pair: Any) -> None:
     assert plain.eval().generate(ids, max_new_tokens=3, do_sample=False).shape[1] > 4
 
 
-def test_masks_in_the_ids_are_filled(pair: Any) -> None:
-    plain, loaded, arguments = pair
+def test_masks_in_the_ids_are_filled(case: Any) -> None:
+    plain, loaded, arguments = case
     mask = loaded.facts.mask_token_id
     ids = torch.tensor([[1, mask, 3, mask, 5]])
     out = plain.generate(ids, max_new_tokens=4, **arguments)
@@ -175,8 +175,8 @@ def test_streamer_and_tokenizer_are_bound(capsys: pytest.CaptureFixture[str]) ->
         ({"temperatur": 1.0}, "temperatur"),
     ],
 )
-def test_unsupported_settings_are_refused(pair: Any, settings: dict[str, Any], message: str) -> None:
-    plain, _, arguments = pair
+def test_unsupported_settings_are_refused(case: Any, settings: dict[str, Any], message: str) -> None:
+    plain, _, arguments = case
     calls: list[int] = []
     handle = plain.register_forward_pre_hook(lambda *_: calls.append(1))
     try:
@@ -187,8 +187,8 @@ def test_unsupported_settings_are_refused(pair: Any, settings: dict[str, Any], m
     assert calls == []
 
 
-def test_a_filled_cache_is_refused(pair: Any) -> None:
-    plain, _, arguments = pair
+def test_a_filled_cache_is_refused(case: Any) -> None:
+    plain, _, arguments = case
     ids = torch.tensor([[1, 2, 3]])
     name = cache_argument(plain)
     filled = getattr(plain(ids[:, :2], use_cache=True), name)
@@ -197,9 +197,9 @@ def test_a_filled_cache_is_refused(pair: Any) -> None:
     assert torch.equal(empty, plain.generate(ids, max_new_tokens=4, **arguments))
 
 
-def test_a_kv_cache_passed_as_cache_is_refused(pair: Any) -> None:
+def test_a_kv_cache_passed_as_cache_is_refused(case: Any) -> None:
     """transformers 5.24 passes its own `cache` argument, so a bound `cache` must raise instead of being replaced."""
-    plain, _, arguments = pair
+    plain, _, arguments = case
     ids, config = torch.tensor([[1, 2, 3]]), GenerationConfig(max_new_tokens=4)
     request = {name: value for name, value in arguments.items() if name != "custom_generate"}
     message = "cache='dual' must be a cache of transformers; give kv_cache='dual'"
@@ -208,8 +208,8 @@ def test_a_kv_cache_passed_as_cache_is_refused(pair: Any) -> None:
     refuses(lambda: plain.generate(ids, generation_config=config, custom_generate=custom, **request), "cache='dual'")
 
 
-def test_either_length_field_is_accepted(pair: Any) -> None:
-    plain, loaded, arguments = pair
+def test_either_length_field_is_accepted(case: Any) -> None:
+    plain, loaded, arguments = case
     request = {name: value for name, value in arguments.items() if name != "custom_generate"}
     ids = torch.tensor([[1, 2, 3]])
     ends = {"eos_token_id": list(loaded.facts.eos_token_ids), "pad_token_id": loaded.facts.pad_token_id}

@@ -64,7 +64,7 @@ def replay_steps(
 ) -> Any:  # fmt: skip
     """Decode, compare every recorded step, and return the final state."""
     settings, calls = recorded["settings"], 0
-    if recorded["margin"] < 1e-4:  # in float32 the order of a sum could decide
+    if recorded["margin"] < 1e-4:  # in float32 the order of a sum could change a token
         model.module.double()
         model.vq.double()
     if teacher:

@@ -163,7 +163,7 @@ def test_masked_answers_equal_a_plain_loop(prediction: str, controls: dict[str, 
 @pytest.mark.thinned
 @pytest.mark.parametrize("sampler", ["threshold", "entropy_bound", "klass", "credit", "random", "localleap"])
 @pytest.mark.parametrize("cache", ["none", "dual", "vicinity"])
-def test_masked_rows_do_not_depend_on_their_neighbours(sampler: str, cache: str) -> None:
+def test_masked_rows_do_not_depend_on_the_batch(sampler: str, cache: str) -> None:
     model = tiny(2)
     request: dict[str, Any] = {"sampler": sampler, "cache": cache, "max_new_tokens": 8, "block_length": 4}
     request |= {"temperature": 0.7, "repetition_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {7: -100.0}}

@@ -134,13 +134,13 @@ def recorded() -> dict[str, Any]:
 )
 @replays("name")
 def test_latents_of_the_traces(path: Path, name: str, recorded: dict[Path, Any]) -> None:
-    latents_of, pipelines = read_json(path), recorded[path]
+    record, pipelines = read_json(path), recorded[path]
     arrays = read_arrays(path.with_suffix(".npz"))
-    facts, expected = latents_of["cases"][name], arrays[name]
+    facts, expected = record["cases"][name], arrays[name]
     kind = "dit" if expected.ndim == 4 else "flux"
     settings, run = recorded_settings(facts), run_dit if kind == "dit" else run_flux
     with accelerate(pipelines[kind], Forecast(**settings)) as session:
-        latents = run(pipelines[kind], **pipeline_arguments(latents_of[kind]["call"])).numpy()
+        latents = run(pipelines[kind], **pipeline_arguments(record[kind]["call"])).numpy()
     # machines differ by 7e-5 for the plain DiT; factors rounded to bfloat16 increase the difference
     narrow = Forecast(**settings).forecaster.dtype == torch.bfloat16
     np.testing.assert_allclose(latents, expected, rtol=0, atol=1e-2 if narrow else 3e-4 if kind == "dit" else 2e-6)
@@ -659,16 +659,16 @@ def test_compiled_blocks(target: str) -> None:
     plain = denoise(module, inputs, 3)
     with accelerate(module, sampler):
         expected = denoise(module, inputs, 3)
-    for first in (True, False):
+    for compiles_first in (True, False):
         module, inputs = tiny_transformer("PixArt")
-        session = None if first else accelerate(module, sampler)
+        session = None if compiles_first else accelerate(module, sampler)
         for block in module.transformer_blocks:
             block.compile(backend="eager", fullgraph=True)
         before = attributes(module)
         with session or accelerate(module, sampler) as session:
             torch.testing.assert_close(denoise(module, inputs, 3), expected)
             assert len(session.report().notes) == (target == "module")
-        if first:
+        if compiles_first:
             assert attributes(module) == before
         assert all(block._compiled_call_impl is not None for block in module.transformer_blocks)
     torch.testing.assert_close(denoise(module, inputs, 3), plain)

@@ -368,16 +368,16 @@ def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
 
 
 class UnusualStack(nn.Module):
-    """A module that calls its blocks in another order than listed, or (`joins`) has a block that doubles the tokens."""
+    """A module that calls its blocks in another order than listed, or (`doubles`) whose second block doubles the tokens."""
 
-    def __init__(self, joins: bool):
+    def __init__(self, doubles: bool):
         super().__init__()
-        self.blocks, self.joins = nn.ModuleList([ToyBlock(torch.Generator()) for _ in range(3)]), joins
-        if joins:
+        self.blocks, self.doubles = nn.ModuleList([ToyBlock(torch.Generator()) for _ in range(3)]), doubles
+        if doubles:
             self.blocks[1].forward = lambda hidden_states, step: hidden_states.repeat(1, 2, 1)
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
-        for i in (0, 1, 2) if self.joins else (0, 2, 1):
+        for i in (0, 1, 2) if self.doubles else (0, 2, 1):
             hidden_states = self.blocks[i](hidden_states, timestep[0])
         return hidden_states
 

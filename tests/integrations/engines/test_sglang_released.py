@@ -1,4 +1,4 @@
-"""The algorithms for SGLang over its released base class, in both loops, compared with SGLang's algorithms."""
+"""paradec's algorithms for SGLang on the released base class, in both loops, compared with SGLang's algorithms."""
 
 import importlib
 import os

@@ -1,7 +1,7 @@
 """vLLM in this process on a CPU: its second model runner with Triton's interpreter, and small random checkpoints.
 
-PyPI's Triton has no CPU backend, but vLLM's CPU builds check for one. A stub that reports one suffices, because kernels
-are interpreted. Import this module before vllm.
+PyPI's Triton has no CPU backend, but vLLM's CPU builds check for it. A stub backend suffices, because kernels are
+interpreted. Import this module before vllm.
 """
 
 import gc

@@ -62,7 +62,7 @@ def test_reference_verification(path: Path) -> None:
     embed = torch.tensor(case["embed"], dtype=torch.float64) if "embed" in case else None
     window = DraftWindow(p, drafts, fresh, embed)
     chance = sampler.accept(window)
-    # the numbers are for rejected drafts, row by row; without the maximal coupling, only for the first one of a row
+    # `u_residual` lists numbers of rejected drafts, row by row; without the maximal coupling only of a row's first
     is_rejected = drafted & (u_accept >= chance)
     is_first = is_rejected & (is_rejected.int().cumsum(1) == 1)
     has_number = is_rejected if sampler.refresh == "maximal" else is_first
@@ -306,8 +306,8 @@ def test_the_bias_of_lossy_methods_stays_below_their_bound() -> None:
 
 
 def test_acceptance_and_sampling_with_numbers_at_their_bounds() -> None:
-    """A draft is accepted if its number is below its probability. A number selects the first token with a larger
-    cumulative probability."""
+    """A draft is accepted if its uniform number is below the acceptance probability. In sampling, a uniform
+    number selects the first token with a larger cumulative probability."""
     distribution = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]], dtype=torch.float64)
     drafts = DraftDistributions(
         torch.tensor([[0, 0]]), distribution, torch.tensor([[ONE_HOT, ONE_HOT]]), torch.tensor([0.5, 0.5])

@@ -91,7 +91,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", STALE_CASES)
 @replays("case")
 def test_a_block_that_stays_in_the_store_has_another_fixed_point(case: dict[str, Any]) -> None:
-    """A loop that never drops keys and values gives the public code's text, which is not greedy, unlike paradec's."""
+    """A loop that never drops keys and values gives the public code's text, which is not greedy; paradec's is."""
     settings, module = case["settings"], module_of(case)
     end = module.config.eos_token_id
     cache, num_cached = DynamicCache(config=module.config), 0

@@ -81,7 +81,7 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     same_names = {name: settings[name] for name in ("num_draft", "ratio", "inner_temperature", "temperature")}
     head_steps, schedule = settings["num_sampling_steps"], settings["cfg_schedule"]
     sampler = CSpD(draft, mended=False, head_steps=head_steps, guidance_schedule=schedule, **same_names)
-    diverges = float(arrays["latent"].abs().max()) > 100  # random networks can diverge from the last timestep
+    diverges = float(arrays["latent"].abs().max()) > 100  # latents of random networks can diverge
 
     def assert_near(actual: Tensor, expected: Tensor) -> None:
         atol = max(1.0, float(expected.abs().max())) * RELATIVE if diverges else ABSOLUTE
@@ -128,10 +128,10 @@ def test_replays_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         sampler.commit(state, proposal)
         if draft_calls:
             assert proposal.draft is not None and proposal.verdict is not None
-            for number, distribution in (("x1", proposal.draft), ("x2", proposal.target)):
-                assert_near(distribution.mean.flatten(0, 1), arrays[f"verify.{index}.{number}_mean"])
-                assert_near(distribution.std.flatten(0, 1), arrays[f"verify.{index}.{number}_std"])
-                assert_near(distribution.half_log_variance.flatten(0, 1), arrays[f"verify.{index}.{number}_log_var"])
+            for side, distribution in (("x1", proposal.draft), ("x2", proposal.target)):
+                assert_near(distribution.mean.flatten(0, 1), arrays[f"verify.{index}.{side}_mean"])
+                assert_near(distribution.std.flatten(0, 1), arrays[f"verify.{index}.{side}_std"])
+                assert_near(distribution.half_log_variance.flatten(0, 1), arrays[f"verify.{index}.{side}_log_var"])
             verdict, expected = proposal.verdict, step["verified"]
             assert verdict.ratio.tolist() == pytest.approx(expected["ratio"], rel=2e-3, abs=1e-6)
             assert verdict.log_sigma.exp().tolist() == pytest.approx(expected["Sigma"], rel=2e-3)

@@ -164,7 +164,7 @@ def test_polynomials_that_a_basis_forecasts_exactly() -> None:
 
 
 def test_several_consecutive_forecasts_of_foca() -> None:
-    """FoCa equals its definition: forecasts depend on the previous one; after three, the slope has a lower weight."""
+    """FoCa equals its definition: a forecast depends on the previous one; from the fourth on, the slope weighs less."""
     features = torch.randn(16, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     basis, history, longest = FoCa(), None, 0
     full = full_before = used = used_before = torch.zeros(2, 3, dtype=torch.float64)
@@ -463,7 +463,7 @@ def test_equals_cache_dit(path: Path, name: str) -> None:
 
 
 def test_step_masks_are_schedules_ordered_by_speed() -> None:
-    """Every mask includes the first and last step; masks with faster names have fewer steps."""
+    """Every mask includes the first and last step; a mask with a faster name never has more steps."""
     for steps in (4, 6, *range(8, 120)):
         masks = {name: step_mask(name, steps) for name in MASKS}
         for mask in masks.values():

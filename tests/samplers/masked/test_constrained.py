@@ -466,7 +466,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "pipelined": {"blocks": PipelinedBlocks(4)},
 }
 REFUSED_POLICIES = {"adaptive": "end at single candidates", "pipelined": "open several blocks of a row at once"}
-WORKING = ("none", "prefix", "dual", "block", "delayed", "dkv_decode", "dkv_prefill", "hierarchical")
+CACHES = ("none", "prefix", "dual", "block", "delayed", "dkv_decode", "dkv_prefill", "hierarchical")
 
 
 def product() -> list[Any]:
@@ -497,7 +497,7 @@ def test_answers_satisfy_the_constraint_or_the_request_is_refused(
     model = request.getfixturevalue(topology_of(name))
     value, is_allowed = KINDS[kind]
     for turn, temperature in enumerate((0.0, 0.8)):
-        cache = WORKING[(len(name) + len(kind) + turn) % len(WORKING)]
+        cache = CACHES[(len(name) + len(kind) + turn) % len(CACHES)]
         for cache_name in dict.fromkeys((cache, "none")):
             fields = POLICIES[policy] | {"constraint": value, "temperature": temperature, "cache": cache_name}
             fields = supported_fields(name, fields | {"max_new_tokens": 12, "seed": 3})

@@ -8,7 +8,7 @@ these points:
   row's calls is equal, and the reference's number of forwards follows from the slowest row of each block.
 - The reference's `factor` also commits the last mask of a block if no other mask fails the rule. It is replayed with
   `reference_last_rank=True`; `test_factor_quirk` checks paradec's default.
-- dInfer runs several forwards between two checks of the canvas. `insert_dinfer_calls` inserts these idle calls.
+- dInfer checks only after several forwards whether a block is full. `insert_dinfer_calls` inserts its idle calls.
 - dInfer stops after a block with an end token, and with `early_stop` fills the remaining positions. Only decided tokens
   are compared, and paradec with early stop takes at most as many forwards.
 - dInfer also commits positions within 1e-5 of the best, which makes no difference on these traces.
@@ -60,7 +60,7 @@ REPLAYED_ELSEWHERE |= {"dpad", "d2cache", "fastdllm-plusplus", "d3llm", "d2f", "
 
 @functools.cache
 def models_of_methods() -> dict[str, set[str]]:
-    """Folder of traces -> names of its checkpoints."""
+    """Return folder of traces -> names of the checkpoints that the traces use."""
     models: dict[str, set[str]] = defaultdict(set)
     for path in TRACES.glob("*/*.json"):
         trace = read_json_unrecorded(path)
@@ -146,7 +146,7 @@ CREDIT = {"credit_alpha": "fusion", "boost_gamma": "exponent", "decay_beta": "de
 
 
 def is_credit(name: str) -> bool:
-    return peek_trace(name)["setting"].startswith("credit")  # default settings are not in the trace
+    return peek_trace(name)["setting"].startswith("credit")  # "settings" lacks those with default values
 
 
 def sampler_of(trace: dict, storage: str) -> Sampler:

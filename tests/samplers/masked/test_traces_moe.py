@@ -6,8 +6,8 @@ The references differ from paradec in these points:
 - LLaDA2.0 stops after a block with an end token, and 2.1 decodes all blocks. paradec runs without early stop and is
   compared up to the reference's stop. `test_ends` checks that early stop gives the same answers. With an end token in
   the prompt, LLaDA2.0's early stop returns an empty answer.
-- A threshold above 1 leaves only the quota, which is `low_confidence` in paradec. An editing threshold above 1 edits
-  nothing, and the reference's empty calls are ignored.
+- With a threshold above 1 a step commits only its quota, like paradec's `low_confidence`. With an editing threshold
+  above 1 nothing is edited, and the reference's empty calls are ignored.
 - With a temperature, the reference's sampled tokens replace paradec's.
 - In a batch, paradec's rows are independent; the reference's rows open their next block together.
 - In a padded batch the pipeline masks attention from positions after the answer to themselves. Only the blocks before
@@ -42,8 +42,8 @@ def names(method: str) -> list[str]:
 
 
 def covering_cases(file_names: list[str], among: str = "") -> list[Any]:
-    """Return (file, slice of its cases) as parameters. A first case of a few files, which cover every setting, runs by
-    default; the rest is marked `full`. among: part of the names of these few files."""
+    """Return (file, slice of its cases) as parameters. The first cases of a few files, which cover every setting, run
+    by default; the rest is marked `full`. among: a text that the names of these few files contain."""
     first = select_covering_traces([name for name in file_names if among in name], together=1, load=head_of)
     others = [(name, slice(1, None)) if name in first else (name, slice(None)) for name in file_names]
     return [(name, slice(1)) for name in first] + [pytest.param(*entry, marks=pytest.mark.full) for entry in others]
@@ -146,8 +146,8 @@ def without_idle_calls(calls: Calls) -> Calls:
     return [call for call in calls if call[0] or call[1]]
 
 
-def llada2(name: str, settings: dict[str, Any], prompt: int) -> tuple[Any, dict[str, Any]]:
-    """Return paradec's sampler and request for LLaDA2.0's or LLaDA2.1's loop. prompt: length of the prompt."""
+def llada2(name: str, settings: dict[str, Any], prompt_length: int) -> tuple[Any, dict[str, Any]]:
+    """Return paradec's sampler and request for LLaDA2.0's or LLaDA2.1's loop."""
     length, new = settings["block_length"], settings["gen_length"]
     if name.startswith("llada21"):
         edit = settings["editing_threshold"]
@@ -156,7 +156,7 @@ def llada2(name: str, settings: dict[str, Any], prompt: int) -> tuple[Any, dict[
         least = settings.get("num_to_transfer", 1)
         return samplers.create("editing", preset="llada2.1", least=least, **changes), {"block_length": length}
     steps = min(settings["steps"], new // settings.get("minimal_topk", 1))
-    blocks = -(-(prompt + new) // length) - prompt // length
+    blocks = -(-(prompt_length + new) // length) - prompt_length // length
     request = {"block_length": length}
     if settings["threshold"] > 1:
         return samplers.create("low_confidence"), request
@@ -266,7 +266,7 @@ def test_llada_moe(name: str, numbers: slice) -> None:
 
 @pytest.mark.parametrize(("name", "numbers"), covering_cases(names("sdar_generate")))
 def test_sdar_moe(name: str, numbers: slice) -> None:
-    """SDAR's rules fill the same positions. Tokens are the reference's; its sequential rule needs other scores."""
+    """SDAR's rules and paradec's fill the same positions, if paradec's tokens and probabilities are replaced."""
     trace = trace_of(name)
     settings = trace["settings"]
     length, rule = settings["block_length"], settings["remasking_strategy"]

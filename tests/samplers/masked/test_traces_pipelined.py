@@ -96,7 +96,7 @@ D2F = trace_names("d2f")
 
 
 def has_plain_loop(settings: dict) -> bool:
-    """Whether `pipelined_loop` supports the settings: several blocks, no cache, no early stop."""
+    """Whether `pipelined_loop` supports the settings: several open blocks, no cache, no early stop."""
     return "block_add_threshold" in settings and not (settings.get("early_stop") or "cache_delay_iter" in settings)
 
 
@@ -196,9 +196,9 @@ def test_d3llm(name: str, numbers: tuple[int, ...] | None) -> None:
     trace, model = load_trace(name), model_of(load_trace(name))
     llada = model.facts.prediction == "same"
     sampler = d3llm_sampler(trace, llada)
-    for name, case in select_cases(trace, numbers):
+    for case_name, case in select_cases(trace, numbers):
         pairs: list[Any] = []
-        with replay_case(trace, name, case, pairs):
+        with replay_case(trace, case_name, case, pairs):
             if case["extra"].get("duplicated_keys") and not llada:
                 raise Refused("the reference attends to some positions twice (extra.duplicated_keys)")
             out, forwards = decode(model, case, sampler=sampler, blocks=blocks_of(trace), cache=cache_of(trace, llada))
@@ -223,15 +223,15 @@ def test_d2f(name: str, numbers: tuple[int, ...] | None) -> None:
     settings, inner = trace["settings"], model_of(trace)
     strategy = {"margin_confidence": "margin"}.get(settings.get("sampling_strategy"), "confidence")
     model = d2f_model(trace, inner)
-    for name, case in select_cases(trace, numbers):
+    for case_name, case in select_cases(trace, numbers):
         pairs: list[Any] = []
-        with replay_case(trace, name, case, pairs):
+        with replay_case(trace, case_name, case, pairs):
             request = {"cache": "block", "eos_early_stop": not settings.get("ignore_eos", False)}
             request["sampler"] = D2FRule(settings["skip_threshold"], strategy=strategy)
             out, forwards = decode(model, case, blocks=blocks_of(trace, forced="active"), **request)
             pairs += zip(forwards, recorded_forwards(case), strict=False)
-            opened = case["extra"]["returned_length"]
-            theirs = [[entry for entry in commits if entry[0] < opened] for _, commits in their_calls(case)]
+            returned_length = case["extra"]["returned_length"]
+            theirs = [[entry for entry in commits if entry[0] < returned_length] for _, commits in their_calls(case)]
             assert [commits for _, commits in calls_of(out)] == theirs
             sizes = [step["input_shape"][1] for step in case["steps"]]
             if model.facts.shift:  # paradec also evaluates the last stored position
@@ -324,7 +324,7 @@ class Round:
 
 
 def branches_of(steps: list[dict]) -> list[dict]:
-    """Return the forwards of a round without a repeated forward of the row itself, which comes last."""
+    """Return one forward per branch of a round. The last is the row itself, which the reference may evaluate twice."""
     assert steps[-1]["base"]
     is_repeated = len(steps) > 1 and steps[-2]["base"]
     return steps[:-2] + steps[-1:] if is_repeated else steps
@@ -414,8 +414,8 @@ def test_lopa(name: str, numbers: tuple[int, ...] | None) -> None:
     count = count if count > 1 else 0  # with 1 the reference evaluates no branch
     scores = {"alpha": settings["alpha"], "tail": settings["branch_topp"], "confidence": strategy}
     sampler = (ForcedBase if forced else LoPA)(rule, branches=count, **scores)
-    for name, case in select_cases(trace, numbers):
-        with replay_case(trace, name, case):
+    for case_name, case in select_cases(trace, numbers):
+        with replay_case(trace, case_name, case):
             (prompt,) = case["prompt_ids"]
             model = d2f_model(trace, inner)
             if settings["full_attention"]:
@@ -424,14 +424,14 @@ def test_lopa(name: str, numbers: tuple[int, ...] | None) -> None:
             request = {"blocks": blocks_of(trace, forced="active"), "max_new_tokens": settings["gen_length"]}
             request |= {"eos_early_stop": not settings.get("ignore_eos", False), "trace": True}
             out = paradec.generate(model, [prompt], sampler=sampler, **request)
-            opened = case["extra"]["returned_length"]
-            rounds: dict[int, list[list[int]]] = {}
+            returned_length = case["extra"]["returned_length"]
+            commits_by_round: dict[int, list[list[int]]] = {}
             evaluated = 0
             for number, group in itertools.groupby(case["steps"], key=lambda step: step["round"]):
                 branches = branches_of(list(group))
                 evaluated += len(branches)
-                rounds[number] = [entry[1:] for entry in branches[-1]["commit"] if entry[1] < opened]
+                commits_by_round[number] = [entry[1:] for entry in branches[-1]["commit"] if entry[1] < returned_length]
             ours = [sorted([position, token] for _, position, token, _ in step.commits) for step in out.trace.steps]
-            assert ours == [sorted(commits) for commits in rounds.values()]
+            assert ours == [sorted(commits) for commits in commits_by_round.values()]
             assert out.sequences[0].tolist() == case["final_ids"][0]
-            assert out.nfe == len(rounds) and out.row_forwards == evaluated <= case["nfe"]
+            assert out.nfe == len(commits_by_round) and out.row_forwards == evaluated <= case["nfe"]

@@ -159,7 +159,7 @@ class DeclaredIdle(Idle):
 
 
 def step_of_error(sampler: Any, steps: int) -> int | None:
-    """Return the step at which decoding raises the error "committed nothing", or None if the row is finished."""
+    """Return the step at which decoding raises the error "committed nothing", or None if decoding ends without it."""
     model = tiny(1)
     state = sampler.start(model, [[1, 2, 3]], max_new_tokens=12, block_length=12, steps=steps, eos_early_stop=False)
     with torch.inference_mode():

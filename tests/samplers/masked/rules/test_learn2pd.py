@@ -300,7 +300,7 @@ def test_short_blocks_caches_and_resumed_records(llada64: Model, tmp_path: Path)
     [("block", "neighbour", 8, 1200, 500), ("features", "margin", 4, 400, 60)],
 )
 def test_training_finds_a_planted_rule(kind: str, rule: str, length: int, count: int, epochs: int) -> None:
-    """Training recovers the rule that a token is final if its neighbour's confidence, or its margin, is above 0.6."""
+    """Training recovers that a token is final if its left neighbour's confidence (or its own margin) is above 0.6."""
     features = torch.rand(count, len(FEATURES), length, generator=torch.Generator().manual_seed(0))
     is_margin = rule == "margin"
     source = features[:, FEATURES.index("margin" if is_margin else "confidence")]

@@ -150,12 +150,12 @@ def test_traces_contain_deletions_and_insertions(tiny22: Model) -> None:
     assert num_remasked
 
 
-@pytest.mark.parametrize("sampler", [{}, {"max_post_steps": 0}, {"threshold": 1.0, "max_post_steps": 3}])
-def test_the_steps_of_a_block_are_bounded(sampler: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"max_post_steps": 0}, {"threshold": 1.0, "max_post_steps": 3}])
+def test_the_steps_of_a_block_are_bounded(settings: dict[str, Any]) -> None:
     """A block takes at most (block length + max_post_steps + 1) steps, and ends without masks and control ids."""
     block = 6
     case = {"vocab_size": 9, "mask_id": 8, "block_length": block, "delete_token_id": 6, "split_token_id": 7}
-    method = paradec.samplers.create("levenshtein", **sampler)
+    method = paradec.samplers.create("levenshtein", **settings)
     for seed in range(15):
         model, draw = RecordedModel(case), torch.Generator().manual_seed(seed)
         state = method.start(model, [[1] * (block + seed % block)], max_new_tokens=block - seed % block)

@@ -104,7 +104,7 @@ def test_random_draws_the_order_of_a_block_once(llada64: Model) -> None:
 
 
 def test_origin_follows_dreams_time_grid_in_every_block() -> None:
-    """Step i of a block's 4 steps commits about 1 / (4 - i) of the remaining masks."""
+    """Step i (from 0) of a block's 4 steps commits about 1 / (4 - i) of the remaining masks."""
     count, size, planned = 160, 8, 4
     out = paradec.generate(
         tiny(1), [[1, 2, 3]] * count, sampler="origin", max_new_tokens=2 * size, block_length=size, steps=2 * planned,
@@ -268,7 +268,7 @@ def test_probabilities_that_round_to_1_reach_a_threshold_of_1() -> None:
 SABER_MEMORY = {"total": torch.tensor([1.5], dtype=torch.float64), "count": torch.tensor([2])}
 """Saber's memory of two committed tokens with a mean confidence of 0.75."""
 BUFFERED = {"updates": {"buffered": [True, True]}}
-# (sampler, settings, scores by x, bound of x, whether it is included, fields of the view, columns if x is enough)
+# (sampler, settings, scores by x, bound of x, whether the bound is enough, fields of the view, columns if x is enough)
 BOUNDS: list[tuple[str, dict[str, Any], Callable[[float], list[float]], float, bool, dict[str, Any], list[int]]] = [
     ("hierarchy", {"threshold": None, "low_threshold": 0.5}, lambda x: [0.625, -INF, 0.25, x], 0.5, False, {}, [0, 3]),
     # (n + 1) (1 - c_n) <= f with numbers that are exact: n = 1 always, n = 3 at 1 - f / 4
@@ -381,10 +381,10 @@ def test_learn2pd_at_its_thresholds() -> None:
         )
         assert columns == ([0, 1] if accepted else [0])
     sampler = samplers.create("learn2pd", eot_confidence=0.5)
-    for confidence, cuts in zip(neighbours_of(0.5), (True, True, False), strict=True):
+    for confidence, is_cut in zip(neighbours_of(0.5), (True, True, False), strict=True):
         view = one_row_view([0.875, confidence], quantities={"is_end": torch.tensor([[False, True]])})
         (cut,) = sampler.trim(view, torch.tensor([[True, True]])).tolist()
-        assert (cut == 9) == cuts  # the view begins at position 7
+        assert (cut == 9) == is_cut  # the view begins at position 7
 
 
 def revise(sampler: str, settings: dict, confidence: float, proposed: int = 2, **more: Any) -> Any:

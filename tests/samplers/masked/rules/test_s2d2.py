@@ -117,7 +117,7 @@ def test_recorded_steps(path: Path, cache: str, monkeypatch: pytest.MonkeyPatch)
             assert all(int(state.canvas[0, at]) == token for at, token in text if at < state.canvas.shape[1])
             verified = [step for step in case["steps"] if step["verified"]]
             assert case["accepted"] == [sum(kind == "accepted" for _, _, kind in step["commit"]) for step in verified]
-            # calls: a prefill, a draft in each step, the verifications, and one per block that stores it
+            # calls: a prefill, a draft in each step, the verifications, and one call per block that stores it
             prefill = len(case["prompt_ids"]) >= block
             num_blocks = len({step["block"] for step in case["steps"]})
             assert case["calls"] == prefill + len(theirs) + len(verified) + num_blocks
