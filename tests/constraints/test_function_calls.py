@@ -122,7 +122,7 @@ REFUSED = {
     "recap": "chooses the positions of several steps ahead",
 }
 REFUSED_IF_SAMPLED = dict.fromkeys(("maskgit", "halton"), "draws every token a second time")
-"""Sampler -> part of the error at temperatures above 0; `REFUSED`: at every temperature."""
+"""Sampler -> part of the error. `REFUSED` applies at every temperature, `REFUSED_IF_SAMPLED` only above 0."""
 FAMILIES = ("masked", "draft_verify", "renoising")
 SAMPLERS = [name for name in paradec.samplers.names() if paradec.samplers.get(name).family in FAMILIES]
 SAMPLERS = [name for name in SAMPLERS if name not in {*UNREADY, "zipar"}]  # zipar is for images

@@ -41,7 +41,7 @@ def test_values(name: str) -> None:
     assert {field.name: field.default for field in fields} == VALUES[name]
 
 
-def test_block_lengths_of_checkpoints_that_name_none(llada: Model, dream: Model) -> None:
+def test_block_lengths_of_checkpoints_that_state_no_block_length(llada: Model, dream: Model) -> None:
     assert llada.default_block_length == 32
     assert dream.default_block_length is None
 

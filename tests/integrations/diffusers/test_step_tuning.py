@@ -1,4 +1,4 @@
-"""`tune_steps`: steps are searched on some seeds, reported on others, and valid only for their runs."""
+"""`tune_steps`: steps are searched on some seeds, reported on others, and refused in runs with other settings."""
 
 import itertools
 import json

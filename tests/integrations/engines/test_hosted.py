@@ -74,7 +74,7 @@ def test_rows_equal_generate(name: str, causal: Model) -> None:
 )
 def test_models_and_shorter_blocks(name: str, topology: str, prediction: str) -> None:
     model, draw = tiny(1, topology, prediction), random.Random(f"{name} {topology}")
-    # a bidirectional model would see masks after the open block: one block has the whole answer
+    # a bidirectional model would see masks after the open block, so one block holds the whole answer
     length = 9 if topology == "bidirectional" else 2
     request = {"max_new_tokens": 9, "block_length": length}
     rows = {key: ([draw.randrange(36) for _ in range(3)], request | {"seed": key}) for key in range(2)}
@@ -107,7 +107,7 @@ def test_edits_report_the_stored_tokens() -> None:
     assert hosted.done(0)
 
 
-def test_answers_only_grow_with_samplers_that_rewrite_tokens() -> None:
+def test_answers_only_grow_even_if_the_sampler_rewrites_tokens() -> None:
     torch.manual_seed(0)
     hosted, num_rewritten = Hosted(samplers.create("editing", threshold=0.2, editing_threshold=0.2), FACTS), 0
     for row in range(8):

@@ -1,4 +1,4 @@
-"""The algorithms for SGLang over a test base class with SGLang's two loops."""
+"""paradec's algorithms for SGLang on a test base class that has SGLang's two loops."""
 
 import gc
 import importlib

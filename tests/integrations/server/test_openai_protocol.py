@@ -179,7 +179,7 @@ def test_a_complete_answer_of_max_tokens_has_the_finish_reason_stop() -> None:
         assert chat_twice(client, max_tokens=1, extra_body=grammar)[0][3] == "length"
 
 
-def test_tokens_are_named_by_their_bytes() -> None:
+def test_tokens_with_a_part_of_a_character_are_named_by_their_bytes() -> None:
     text = "ok 😀!"
     with scripted(text) as (server, client, ids):
         body: Any = {"model": NAME, **chat("hi"), "logprobs": True, "top_logprobs": 3}

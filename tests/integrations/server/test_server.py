@@ -105,7 +105,7 @@ def test_stop_sequences_are_cut_off(server: Running, client: openai.OpenAI) -> N
     assert (ended.choices[0].message.content, ended.choices[0].finish_reason) == ("apple fig pear", "stop")
     assert ended.usage is not None and ended.usage.completion_tokens == 4  # the end token, and nothing after it
     long = client.chat.completions.create(model=NAME, messages=chat("Copy: " + "fig " * 490)["messages"])
-    assert long.usage is not None and long.usage.prompt_tokens == 495 and long.usage.completion_tokens <= 17  # of 512
+    assert long.usage is not None and long.usage.prompt_tokens == 495 and long.usage.completion_tokens <= 17  # 512 fit
 
 
 def test_seeded_answers_do_not_depend_on_earlier_requests(client: openai.OpenAI, model: Any) -> None:

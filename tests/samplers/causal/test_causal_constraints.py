@@ -159,7 +159,7 @@ def causal() -> Model:
     return paradec.wrap(module, eos_token_id=39, topology="causal", prediction="shifted", tokenizer=tokenizer)
 
 
-SAMPLERS_WITH_CACHE: dict[str, dict[str, Any]] = {
+SAMPLERS: dict[str, dict[str, Any]] = {
     "sjd": {"window": 6},
     "pool": {"sampler": "jacobi", "window": 4, "pool": 2},
     "group": {"sampler": "jacobi", "group": 4},
@@ -175,14 +175,10 @@ SAMPLERS_WITH_CACHE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if n in ("tree", "lookup", "sjd_pac") else pytest.mark.full)
-        for n in SAMPLERS_WITH_CACHE
-    ],
+    "name", [pytest.param(n, marks=() if n in ("tree", "lookup", "sjd_pac") else pytest.mark.full) for n in SAMPLERS]
 )
 def test_every_answer_satisfies_the_constraint(name: str, causal: Model) -> None:
-    settings = {"sampler": name} | SAMPLERS_WITH_CACHE[name]
+    settings = {"sampler": name} | SAMPLERS[name]
     if name in ("chain", "tree", "dynamic"):
         settings["drafter"] = wrap_causal(tiny_llama(seed=3, layers=1, vocab=VOCAB).double())
     sampler = samplers.create(settings.pop("sampler"), **settings)

@@ -98,7 +98,7 @@ def test_suppressed_tokens_and_ids_outside_the_vocabulary_are_not_drafted() -> N
 
 
 def test_find_longest_path_equals_a_plain_loop() -> None:
-    """Compare it on random drafts and sampled tokens with a walk from the root along every branch."""
+    """Compare, on random drafts and sampled tokens, with a walk from the root along every branch."""
     generator, tree, width = torch.Generator().manual_seed(0), make_pool_layout(5, 3, 2), 5
     drafts = torch.randint(-1, 3, (300, 11), generator=generator)
     tokens = torch.randint(0, 3, (300, 11), generator=generator)
@@ -179,13 +179,13 @@ def test_trees_and_matrices_of_token_recycling_equal_a_plain_loop(tree: Any) -> 
     while not state.done:
         rows, before = state.rows, state.memory["drafts"].clone()
         remaining = state.end - state.committed
-        lasts = {row: int(state.canvas[row, state.committed[row] - 1]) for row in rows.tolist()}
-        above = {row: state.canvas[row, : state.committed[row]].tolist() for row in rows.tolist()}
+        last_tokens = {row: int(state.canvas[row, state.committed[row] - 1]) for row in rows.tolist()}
+        committed_ids = {row: state.canvas[row, : state.committed[row]].tolist() for row in rows.tolist()}
         method.commit(state, method.step(model, state))
         for row in rows.tolist():
-            texts = {(): above[row]}
+            texts = {(): committed_ids[row]}
             for node, path in enumerate(((), *shape.paths)):
-                token = lasts[row] if node == 0 else int(before[row, node])
+                token = last_tokens[row] if node == 0 else int(before[row, node])
                 if token < 0 or len(path) >= remaining[row]:
                     continue
                 if path:

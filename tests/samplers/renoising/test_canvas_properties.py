@@ -142,7 +142,7 @@ def test_draw_inverts_the_distribution_function(vocab: int) -> None:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("wait", [0, 1, 4])
-def test_waiting_for_other_rows_changes_only_counts(wait: int) -> None:
+def test_waiting_for_other_rows_changes_neither_tokens_nor_calls_of_a_row(wait: int) -> None:
     wrapped = create_model(ends=())
     rows = ROWS * 2
     methods = (create_sampler("diffusion_gemma", encode_wait=steps) for steps in (0, wait))
@@ -151,7 +151,7 @@ def test_waiting_for_other_rows_changes_only_counts(wait: int) -> None:
     assert first.denoising_calls == waiting.denoising_calls and first.encoder_calls == waiting.encoder_calls == [3] * 8
 
 
-def test_waiting_makes_fewer_calls() -> None:
+def test_waiting_makes_fewer_encoder_calls_for_the_batch() -> None:
     wrapped, rows = create_model(ends=()), ROWS * 2
     calls, longest = [], []
     for wait in (0, 2, 50):

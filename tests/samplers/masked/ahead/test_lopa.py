@@ -144,7 +144,7 @@ def test_caches_that_are_exact_on_block_causal_models() -> None:
 
 
 def test_nan_logits_of_a_branch_raise_an_error_and_write_nothing(model: Model) -> None:
-    # the row of each evaluated branch: the three rows themselves, then their first and second branches
+    # the row of each evaluated canvas: the rows themselves, their first branches, second branches of rows 0 and 2
     sampler, owners = LoPA(Threshold(1.0), branches=2), [0, 1, 2, 0, 1, 2, 0, 2]
     rows = [[1, MASK, MASK, MASK, 2, 3], [4, MASK, MASK, 5, 6, 7], [8, *[MASK] * 4, 9]]
     state = sampler.start(model, rows, max_new_tokens=0, eos_early_stop=False)
