@@ -429,9 +429,9 @@ def test_a_row_that_never_fits_fails_alone(model: Model) -> None:
 
 def test_max_memory_limits_the_rows(model: Model) -> None:
     request = {**REQUEST, "cache": "dual", "temperature": 0.0}
-    row = model.store_bytes(1, 14) + 32 * 14
+    row_bytes = model.store_bytes(1, 14) + 32 * 14
     for rows_that_fit in (1, 3):
-        with Batch(model, batch_size=8, max_memory=int((rows_that_fit + 0.9) * row), **request) as batch:
+        with Batch(model, batch_size=8, max_memory=int((rows_that_fit + 0.9) * row_bytes), **request) as batch:
             # two groups share the memory
             tickets = [batch.add([index + 1] * 8, temperature=index % 2 / 2) for index in range(6)]
             max_occupied = 0
@@ -440,16 +440,16 @@ def test_max_memory_limits_the_rows(model: Model) -> None:
                 max_occupied = max(max_occupied, batch.occupied)
                 assert sum(group.state.store.nbytes for group in batch._groups) <= batch.max_memory
         assert max_occupied == rows_that_fit
-    (ticket,) = decode_rows(model, [[1] * 8], 8, max_memory=row // 2, **request)
+    (ticket,) = decode_rows(model, [[1] * 8], 8, max_memory=row_bytes // 2, **request)
     assert "more than max_memory" in str(ticket.output.error)
 
 
 @pytest.mark.parametrize("lengths", [(8, 27, 8, 8, 27, 8), (8, 8, 8, 27, 27, 8)])
 def test_rows_of_different_widths_fit_into_max_memory(model: Model, lengths: tuple[int, ...]) -> None:
     request = {**REQUEST, "cache": "dual", "temperature": 0.0, "eos_early_stop": False}
-    row = model.store_bytes(1, max(lengths) + 6) + 32 * (max(lengths) + 6)
+    row_bytes = model.store_bytes(1, max(lengths) + 6) + 32 * (max(lengths) + 6)
     for rows_that_fit in (1, 2, 3):
-        with Batch(model, batch_size=8, max_memory=int((rows_that_fit + 0.9) * row), **request) as batch:
+        with Batch(model, batch_size=8, max_memory=int((rows_that_fit + 0.9) * row_bytes), **request) as batch:
             tickets = [batch.add([n + 1] * size, max_new_tokens=6 if n else 12) for n, size in enumerate(lengths)]
             while not all(ticket.done for ticket in tickets):
                 batch.step()

@@ -1,4 +1,4 @@
-"""Batches that are refilled on the device (`compile=True`): answers and counts of `generate`, captured or not."""
+"""Batches that are refilled on the device (`compile=True`): answers and counts equal those of `generate`."""
 
 from typing import Any
 
@@ -220,8 +220,8 @@ def test_unsupported_requests_run_in_the_plain_loop_with_a_warning(model: Model)
 
 
 def test_max_memory_limits_the_slots(model: Model) -> None:
-    row = model.store_bytes(1, 16, None) + 32 * 16
-    batch = UncapturedBatch(model, batch_size=8, max_memory=3 * row, **{**REQUEST, "cache": "dual"}, compile=True)
+    row_bytes = model.store_bytes(1, 16, None) + 32 * 16
+    batch = UncapturedBatch(model, batch_size=8, max_memory=3 * row_bytes, **{**REQUEST, "cache": "dual"}, compile=True)
     tickets = [batch.add(prompt) for prompt in ROWS]
     max_bytes = 0
     while batch.occupied or batch.waiting:
@@ -229,7 +229,7 @@ def test_max_memory_limits_the_slots(model: Model) -> None:
         for group in batch._groups:
             assert isinstance(group, DeviceGroup) and group.rows is not None
             max_bytes = max(max_bytes, group.rows.engine.nbytes)
-    assert 0 < max_bytes <= 3 * row
+    assert 0 < max_bytes <= 3 * row_bytes
     assert_rows_equal_generate(model, tickets, cache="dual")
 
 

@@ -177,7 +177,7 @@ def test_no_answer_is_lost_after_an_interrupt(model: Model) -> None:
     request = {**REQUEST, "sampler": "low_confidence"}
     rows = [[index, 1] for index in range(6)]
     expected = [out.new_tokens.tolist() for out in generate_many(model, prompts_of_two_lengths(rows), **request)]
-    failing = Failing(model, calls=9, error=KeyboardInterrupt())  # two calls a step: the lengths differ
+    failing = Failing(model, calls=9, error=KeyboardInterrupt())  # a step makes two calls, because the lengths differ
     outputs = generate_many(failing, prompts_of_two_lengths(rows), batch_size=3, **request)
     with pytest.raises(Interrupted) as caught:
         next(outputs)
@@ -399,9 +399,9 @@ def test_max_memory_limits_the_rows(llamagen: LlamaGenModel) -> None:
     request = {"batch_size": 4, "seed": 4, "output_type": "latent"}
     outputs = generate_many(llamagen, LABELS, max_memory=2**40, **request)
     next(outputs)
-    row = max(group.row_bytes for group in outputs.batch._groups)
+    row_bytes = max(group.row_bytes for group in outputs.batch._groups)
     outputs.close()
-    outputs = generate_many(llamagen, LABELS, max_memory=int(2.5 * row), **request)
+    outputs = generate_many(llamagen, LABELS, max_memory=int(2.5 * row_bytes), **request)
     occupied = [outputs.batch.occupied for _ in outputs]
     assert len(occupied) == 7 and max(occupied) <= 2
 

@@ -74,7 +74,7 @@ def result_of(state: Any) -> Tensor:
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", METHODS)
-def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
+def test_a_row_does_not_depend_on_the_batch(name: str) -> None:
     sampler, model, state = start_method(name)
     together = result_of(decode(sampler, model, state))
     for row in (0, 1):

@@ -1,4 +1,4 @@
-"""Filters of the sampling distribution against their definition, and the searches in them."""
+"""Filters of the sampling distribution compared with their definition, also for large vocabularies."""
 
 import math
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from torch import Tensor
 from paradec.samplers.distributions import HEAD, apply_temperature, draw_filtered, filter_logits
 
 
-def plain_filter(logits: Tensor, top_p: float | None, top_k: int | None, first: bool = False) -> Tensor:
-    """Filter logits by the definition, with a full sort. first: whether equal tokens are kept in ascending order."""
+def plain_filter(logits: Tensor, top_p: float | None, top_k: int | None, stable: bool = False) -> Tensor:
+    """Filter logits by the definition, with a full sort. stable: whether of equal logits the first are kept."""
     if top_p is not None and top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=first)
+        ordered, order = logits.sort(dim=-1, descending=True, stable=stable)
         is_excluded = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1) > top_p
         logits = logits.masked_fill(torch.zeros_like(is_excluded).scatter(-1, order, is_excluded), -torch.inf)
     if top_k is not None and top_k < logits.shape[-1]:
@@ -64,14 +64,14 @@ def test_filters_of_large_vocabularies(kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(filter_logits(logits[1, 2], top_p, top_k), filtered[1, 2])
         assert torch.equal(filter_logits(logits[:, ::2], top_p, top_k), filtered[:, ::2])
         unsorted = filter_logits(logits, top_p, top_k, sorted_ties=False)
-        assert torch.equal(unsorted, plain_filter(logits, top_p, top_k, first=True)), (top_p, top_k)
+        assert torch.equal(unsorted, plain_filter(logits, top_p, top_k, stable=True)), (top_p, top_k)
         uniform = torch.rand(2, 30, generator=generator, dtype=torch.float64)
         tokens = draw_filtered(logits, uniform, 0.7, top_p, top_k)
-        sums = plain_filter(apply_temperature(logits.double(), 0.7), top_p, top_k, first=True).softmax(-1).cumsum(-1)
+        sums = plain_filter(apply_temperature(logits.double(), 0.7), top_p, top_k, stable=True).softmax(-1).cumsum(-1)
         expected = torch.searchsorted(sums, uniform.unsqueeze(-1) * sums[..., -1:], right=True).squeeze(-1)
         assert tokens is not None and torch.equal(tokens, expected)
         assert torch.equal(draw_filtered(logits[1, 2:3], uniform[1, 2:3], 0.7, top_p, top_k), tokens[1, 2:3])
-        remaining = plain_filter(apply_temperature(logits, 0.7), top_p, top_k, first=True)
+        remaining = plain_filter(apply_temperature(logits, 0.7), top_p, top_k, stable=True)
         assert (remaining.gather(-1, tokens.unsqueeze(-1)) > -torch.inf).all()
 
 
@@ -103,7 +103,7 @@ def test_top_p_is_exact_to_the_last_digit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_filters_at_their_bounds(dtype: torch.dtype) -> None:
-    logits = torch.zeros(2, 4, dtype=dtype)  # each token has a quarter
+    logits = torch.zeros(2, 4, dtype=dtype)  # each token has probability 1/4
     for top_p, expected in ((0.25, 2), (0.5, 3), (0.75, 4), (0.2, 1), (0.7, 3)):
         assert (filter_logits(logits, top_p, None) > -torch.inf).sum(-1).tolist() == [expected, expected]
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0]], dtype=dtype)

@@ -77,7 +77,7 @@ def test_latents_equal_those_of_the_pipeline_prior(sampler: str, pipe: Any) -> N
     encoder = pipe.vision_language_encoder
     expected = run(pipe)
     expected_of_one = run(pipe, "a cat", height=32, width=64)
-    before = attributes(encoder)  # after a run, because the module's own `generate` stores positions in it
+    before = attributes(encoder)  # after a run, because the encoder's own `generate` stores positions in the encoder
     with accelerate(pipe, TaylorSeer(interval=2)):
         forecast = run(pipe)
     session = accelerate(pipe, prior=sampler)

@@ -368,7 +368,7 @@ def test_short_runs(rule: Any, steps: int, flux: Any) -> None:
 
 
 class UnusualStack(nn.Module):
-    """A module that calls its blocks in another order than listed, or (`doubles`) with a block that doubles the tokens."""
+    """A module that calls its blocks in another order than listed, or (`doubles`) has one that doubles the tokens."""
 
     def __init__(self, doubles: bool):
         super().__init__()

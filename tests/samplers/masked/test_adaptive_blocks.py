@@ -16,10 +16,7 @@ from paradec import AdaptiveBlocks, FixedBlocks, samplers
 from paradec.models.adapter import Model
 from paradec.samplers.features.adaptive_blocks import Opening
 
-LINES = [
-    [40, 11, 10, 18, 12, 19, 44, 13, 41],
-    [48, 48, 40, 19, 44, 16, 10, 12, 19, 17, 41],
-]  # their answers have newlines
+LINES = [[40, 11, 10, 18, 12, 19, 44, 13, 41], [48, 48, 40, 19, 44, 16, 10, 12, 19, 17, 41]]  # answers: several lines
 ROWS = [*LINES, [38, 0, 1, 2, 3, 4, 5, 6, 41], [36, 17, 17, 18]]
 NEWLINE, END = 45, 61
 MANY_DELIMITERS = tuple(range(0, 64, 3))  # a third of the vocabulary

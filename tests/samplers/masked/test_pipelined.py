@@ -216,7 +216,7 @@ def counts_and_commits(
 
 @pytest.mark.parametrize("prediction", ["same", "shifted"])
 def test_the_default_order_in_which_blocks_wait_depends_on_the_prediction(prediction: str) -> None:
-    """As in d3LLM's code, full blocks wait before they are stored: on LLaDA in turn, on Dream all at the same time."""
+    """As in d3LLM's code, full blocks wait before they are cached: on LLaDA one by one, on Dream all together."""
     draw, num_different = random.Random(0), 0
     model = tiny(1, prediction=prediction)
     default, reverse = ("first", "all") if prediction == "same" else ("all", "first")

@@ -117,7 +117,7 @@ def test_steps_after_the_end_change_neither_tokens_nor_counts(cache: str, poll_e
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_rows_end_at_their_end_token(cache: str) -> None:
-    # three end ids in a vocabulary of 41: rows end at different steps, inside and between blocks
+    # six end ids in a vocabulary of 41: rows end at different steps, inside and between blocks
     model = tiny(2, seed=3, ends=(END, 7, 21, 30, 12, 2))
     rows = [[i, i + 1, i + 5] for i in range(8, 20)]
     state = assert_same(model, "threshold", prompt=rows, cache=cache, max_new_tokens=16)
