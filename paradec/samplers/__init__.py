@@ -1,4 +1,4 @@
-"""Samplers: one file per method. `create(name, **settings)` makes one; every setting has the paper's default."""
+"""Samplers: one file per method. `create(name, **settings)` makes one. Defaults are the paper's, where it has them."""
 
 from __future__ import annotations
 

@@ -58,12 +58,12 @@ def apply_guidance(logits: Tensor, scale: float | Tensor) -> Tensor:
 
 def apply_temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """Subtract each row's largest logit, then divide by the temperature (a number, or broadcastable). logits: [..., V].
-    Finite rows never overflow. Rows with +inf or NaN, or only -inf, become NaN."""
+    Finite rows never overflow. Rows with +inf or NaN, or only -inf, then contain NaN."""
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature)
 
 
 def safe_log(p: Tensor) -> Tensor:
-    """Compute ln of distributions [..., V]; -inf for 0 and for subnormal numbers, which are ten times as slow."""
+    """Compute ln of distributions [..., V]; -inf up to twice the smallest normal number (subnormals are slow)."""
     tiny = torch.finfo(p.dtype).tiny
     return torch.threshold_(p.clamp(min=tiny).log_(), math.log(2 * tiny), -torch.inf)
 
@@ -229,9 +229,9 @@ def compute_shares(row: Tensor, temperature: float = 1.0) -> Tensor:
 def find_bound(row: Tensor, shares: Tensor | None, top_p: float | None, top_k: int | None) -> tuple[float, int]:
     """Find the lowest logit of `row` [V] that stays, and the last token with that logit that stays (V - 1 if all do).
 
-    All tokens stay if a logit is NaN or +inf, or if none is finite. A token is in the nucleus if the shares [V] of all
-    better tokens add up to at most `top_p`, in float64. `top_k` keeps the best tokens of the nucleus, and all tokens
-    that equal the last of these.
+    A token is in the nucleus if the shares [V] of all better tokens add up to at most `top_p`, in float64; all tokens
+    are in it if a logit is NaN or +inf, or if none is finite. `top_k` keeps the best tokens of the nucleus, and all
+    tokens that equal the last of these.
 
     shares: `compute_shares(row)`; not read without `top_p`. top_p: below 1; None keeps all. top_k: None keeps all."""
     min_logit, last_token = -math.inf, len(row) - 1

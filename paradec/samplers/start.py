@@ -18,9 +18,9 @@ from paradec.request import Request
 
 
 def count_new(model: Any, rows: list[list[int]], max_new_tokens: int | None, hole: int, name: str) -> int:
-    """Count the positions to append to every row: `max_new_tokens`, or the default. hole: id of positions to fill.
-    name: word for such a position in messages. Raises ValueError for a number out of its range, a row without
-    positions to fill, or a row that is too long for the model."""
+    """Count the positions to append to every row: `max_new_tokens`; None: the model's default, or 0 if a row has holes
+    (positions to fill). hole: their id. name: word for a hole in messages. Raises ValueError for a number out of its
+    range, a row without positions to fill, or a row that is too long for the model."""
     has_holes = any(hole in row for row in rows)
     num_new = max_new_tokens if max_new_tokens is not None else 0 if has_holes else model.default_max_new_tokens
     check_int("max_new_tokens", num_new, low=0 if has_holes else 1)

@@ -49,7 +49,7 @@ def check(sampler: Any, model: Any) -> None:
     if sampler.init not in (None, "model"):
         raise ValueError(f"init={sampler.init!r} guesses from left to right; for {name}, of any order, use 'model'")
     if (group := getattr(sampler, "group", None)) is not None:
-        raise ValueError(f"group={group} decodes blocks from left to right; for {name}, of any order, leave it out")
+        raise ValueError(f"group={group} decodes blocks from left to right; for {name}, of any order, leave group out")
 
 
 def start(
@@ -149,7 +149,7 @@ class OrderedState(CausalState):
     of a row's tokens."""
 
     order: np.ndarray = field(init=False, metadata=ROWS)
-    """[B, W] int64 on the host: the position of each rank; after a row's end, rank and position are equal."""
+    """[B, W] int64 on the host: the position of each rank; from `length` of a row on, rank and position are equal."""
     num_known: np.ndarray = field(init=False, metadata=ROWS)
     """[B] int64 on the host: number of prompt tokens, masks excluded."""
     num_new: np.ndarray = field(init=False, metadata=ROWS)
@@ -221,7 +221,7 @@ class OrderedState(CausalState):
 
     def _make_query(self, store: Any, spans: Spans, index: np.ndarray) -> Any:
         """Make the query that evaluates all positions of rank `begin` and above, with drafts at ranks below `stop`.
-        With a store, these are the undecided positions and the last final token, which no call has evaluated."""
+        With a store, from a row's second step on these are the undecided positions and the last final token."""
         rows, begin, stop = spans.rows[index], spans.begin[index], spans.stop[index]
         device, ranks = self.context.device, self._ranks(rows)
         slot_positions = self.positions_of_ranks(rows[:, None], self.committed[rows, None] + np.arange(self.width))

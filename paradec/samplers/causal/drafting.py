@@ -68,9 +68,9 @@ class DraftingSampler(CausalSampler):
     needs_drafter: ClassVar[bool] = False
     """Whether a drafter is required; if not, the sampler can draft by itself."""
     window_drafters: ClassVar[bool] = False
-    """Whether drafters that fill a whole window of `slots` are accepted."""
+    """Whether drafters that fill a whole window (`slots`) or have their own tree are accepted."""
     accepts_matching_draw: ClassVar[bool] = True
-    """Whether the walk continues at a child that equals the final draw (`paradec.samplers.causal.trees.walk`)."""
+    """Whether the walk continues at a child that equals the token drawn if no child is accepted (`trees.walk`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +112,7 @@ class DraftingSampler(CausalSampler):
         tree = self.tree
         is_dynamic = isinstance(tree, (DynamicTree, Mapping))
         if tree is not None and (is_dynamic or Tree.from_setting(tree) != parse_tree(drafter.tree)):
-            raise ValueError(f"tree={short_repr(tree)}: drafter={drafter.name!r} has its own tree, leave it out")
+            raise ValueError(f"tree={short_repr(tree)}: drafter={drafter.name!r} has its own tree, leave tree out")
         self._set("tree", drafter.tree)
 
     def _check_window_drafter(self) -> None:
@@ -125,7 +125,7 @@ class DraftingSampler(CausalSampler):
         if self.window != self.settings()["window"]:
             raise ValueError(
                 f"window={self.window} has no meaning with drafter={name!r}, which evaluates {self.drafter_slots} "
-                "slots: leave it out"
+                "slots: leave window out"
             )
 
     @property
@@ -150,8 +150,8 @@ class DraftingSampler(CausalSampler):
     # ---- start ----------------------------------------------------------------------------------------------------
 
     def check_request(self, model: Any, grid: Grid | None) -> None:
-        """As in the base class. Also raise ValueError for a missing drafter, a drafter with another vocabulary, an
-        EAGLE drafter of another model, or a tree with a model that has no store."""
+        """As in the base class. Also raise ValueError for a missing drafter, a drafter with another vocabulary, a
+        drafter that reads another model's hidden states, or a tree with a model that has no store."""
         super().check_request(model, grid)
         if self.drafter is None:
             if self.needs_drafter:

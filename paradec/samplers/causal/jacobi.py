@@ -38,7 +38,7 @@ class Jacobi(SJD):
     By default the window slides: every step commits the tokens that are known to be correct. With `group`, whole blocks
     are decoded, as in CEED-VLA (Song et al., arXiv 2506.13725). The prompt predicts the first block's first token. Then
     every iteration replaces each token by its prediction, until nothing changes, in at most `group` iterations. The
-    last iteration predicts the next block's first token. After i iterations the first i + 1 tokens are correct. A
+    last iteration predicts the next block's first token. After i iterations at least i + 1 tokens are correct. The
     block's keys and values are removed from the store after every iteration but the last. (In the public code this is
     commented out, so that its fixed point differs.) A row's block ends early once an end token is known to be correct.
 
@@ -84,7 +84,7 @@ class Jacobi(SJD):
         check_choice("early_exit", self.early_exit, EARLY_EXITS)
         defaults = self.settings()
         if self.pool and self.group is not None:
-            raise ValueError(f"pool={self.pool} has no meaning with group={self.group}: leave it out")
+            raise ValueError(f"pool={self.pool} has no meaning with group={self.group}: leave pool out")
         if self.pool and self.refresh != "gumbel":
             raise ValueError(f"refresh={self.refresh!r}: pool={self.pool} needs 'gumbel', so that branches share draws")
         if self.group is None:
@@ -93,7 +93,7 @@ class Jacobi(SJD):
                     raise ValueError(f"{name}={getattr(self, name)!r} has no meaning without group: leave it out")
             return
         if self.window != defaults["window"]:
-            raise ValueError(f"window={self.window} has no meaning with group={self.group}: leave it out")
+            raise ValueError(f"window={self.window} has no meaning with group={self.group}: leave window out")
         if self.refresh != "gumbel":
             raise ValueError(f"refresh={self.refresh!r}: group={self.group} needs 'gumbel', which has a fixed point")
 
@@ -245,7 +245,7 @@ def find_ngrams(pool: Tensor, token: Tensor, count: int, length: int) -> Tensor:
 
 def make_ngrams(drafts: Tensor, tokens: Tensor, evaluated: Tensor, length: int) -> Tensor:
     """Make the n-grams [R, W - n + 1, n] int64 of a step (n: `length`): each draft with the tokens drawn for the slots
-    after it; -1 for slots that were not evaluated.
+    after it. N-grams that include a slot that was not evaluated are all -1.
 
     drafts, tokens: [R, W] int64, of the window's chain. evaluated: [R, 1] int64: number of evaluated slots."""
     count = max(drafts.shape[1] - length + 1, 0)
@@ -268,8 +268,8 @@ def find_longest_path(tree: TreeLayout, drafts: Tensor, tokens: Tensor) -> tuple
     """Find the deepest node whose whole path equals the model's draws.
 
     drafts: [R, N] int64, -1: no draft. tokens: [R, N] int64, drawn after each node.
-    Returns the depth of the node, [R, 1] int64, and for each slot the node whose draw the slot uses, [R, W]: first
-    nodes of the path, then of the chain."""
+    Returns the depth of the node, [R, 1] int64, and for each slot the node whose draw the slot uses, [R, W]: up to
+    this depth the nodes of the path, after it those of the chain."""
     ancestors, depths = tree.ancestors.to(drafts.device), tree.depths.to(drafts.device)
     matches = drafts == tokens.gather(1, tree.parents.to(drafts.device).clamp(min=0).expand_as(drafts))
     matches[:, 0] = True

@@ -336,7 +336,7 @@ def num_new_tokens(model: Any, grid: Grid | None, max_new_tokens: int | None) ->
     if grid is not None:
         if max_new_tokens is not None and max_new_tokens != grid.length:
             raise ValueError(
-                f"max_new_tokens={short_repr(max_new_tokens)}: the grid has {grid.length} tokens; leave it out"
+                f"max_new_tokens={short_repr(max_new_tokens)} must be left out: the grid has {grid.length} tokens"
             )
         return grid.length
     num_new = model.default_max_new_tokens if max_new_tokens is None else max_new_tokens

@@ -15,7 +15,7 @@ class SCD(SJD):
     with probability min(1, p / q) (`paradec.samplers.causal.sjd.couple_maximally`).
 
     Lossless: a coupling does not change the distribution of a single draft. The q of every draft is this step's p. The
-    public code of the maximal coupling leaves the old q to drafts that stay, and is therefore biased.
+    public code of the maximal coupling keeps the old q of drafts that stay, and is therefore biased.
 
     Args:
         refresh: the coupling, "gumbel" or "maximal".

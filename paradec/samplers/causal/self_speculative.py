@@ -2,9 +2,9 @@
 
 Models with a masked and a causal mode (Nemotron-Labs-Diffusion, arXiv 2607.05722) draft with the checkpoint's adapter;
 in this call the last final token and the masks after it attend to each other. They verify in the causal mode.
-Block-causal models (as SDAR) verify with blocks of one token. The verifying call then has two columns per position: a
-token and a mask, each of which attends to the tokens before it. This is S2D2 (arXiv 2603.25702), but exact at every
-temperature; `paradec.samplers.masked.rules.s2d2` follows the paper.
+Block-causal models (as SDAR) verify with blocks of one token. The verifying call then has a column per draft and, if
+predictions are not shifted, a mask per slot. A column attends to earlier tokens. This is S2D2 (arXiv 2603.25702), but
+exact at every temperature; `paradec.samplers.masked.rules.s2d2` follows the paper.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Siblings:
 
     Args:
         siblings: number of drafts of each of the first slots. With 1, or at temperature 0, only the window is drafted.
-        branching: number of first slots that have siblings, up to the whole window. The number of their nodes, siblings
-            + siblings**2 + ... + siblings**branching, is at most 255.
+        branching: number of first slots that have siblings, up to the whole window. The number of their nodes (siblings
+            + siblings**2 + ... + siblings**branching) is at most 255.
         refresh: the coupling, "gumbel" or "maximal".
     """
 

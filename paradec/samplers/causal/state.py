@@ -211,7 +211,7 @@ class CausalState(State):
         return torch.arange(self.context.shape[1], device=self.context.device)
 
     def num_slots(self, rows: np.ndarray) -> np.ndarray:
-        """[R] int64: number of slots of each row's window that lie before the row's end."""
+        """[R] int64: number of slots of each row's window that lie before the row's `length`."""
         return np.minimum(self.width, self.length[rows] - self.committed[rows])
 
     def positions(self, rows: np.ndarray) -> Tensor:
@@ -317,7 +317,7 @@ class CausalState(State):
 
     def write(self, positions: Tensor, rows: np.ndarray, tokens: Tensor) -> None:
         """Write tokens [R, W] at positions [R, W] of every branch; -1 writes nothing. The positions of a row must be
-        distinct, with those past its end last."""
+        distinct; positions past the row's end must be the last."""
         # a tree can be deeper than the canvas: a column that wraps around twice would overwrite itself
         columns = self.context.shape[1]
         positions, tokens = positions[:, :columns], tokens[:, :columns]
@@ -339,7 +339,7 @@ class CausalState(State):
         return [self._make_query(store, spans, index) for index in self._group_spans(store, pads, spans)]
 
     def _group_spans(self, store: KeyValueStore | None, pads: bool, spans: Spans) -> list[np.ndarray]:
-        """Return each call's indices of spans: spans of equal bounds without padding, else first steps apart."""
+        """Return the indices of each call's spans. Without padding, all spans of a call have the same bounds."""
         if not pads:
             bounds = np.stack((spans.begin, spans.stop), 1)
             return [np.flatnonzero((bounds == span).all(1)) for span in np.unique(bounds, axis=0)]
@@ -357,7 +357,7 @@ class CausalState(State):
         begin = np.where(begin > 0, begin + shift, 0).reshape(-1)
         column = begin[:, None] + np.arange((stop - begin).max())
         valid = column < stop[:, None]
-        # slots past a row's end repeat the last column's logits
+        # slots past a span repeat the logits of its last column
         wanted_columns = np.minimum(first[:, None] + np.arange(spans.wanted), stop[:, None] - 1) - begin[:, None]
         store_rows = self.context_rows(rows)
         row_index = torch.as_tensor(store_rows, device=device)

@@ -328,7 +328,7 @@ class DynamicTree:
     with the likeliest paths are selected. Such drafts are not random, so only the rule "naive" verifies them exactly.
 
     nodes: number of nodes, including the root (60 for 7B models in the paper).
-    depth: depth of the deepest node, as in the paper. The public code's depth is smaller by 1.
+    depth: number of levels below the root, as in the paper. The public code's depth is smaller by 1.
     top_k: nodes per level, and tokens per node.
     Raises ValueError for a number out of its range, or more nodes than candidates."""
 

@@ -212,7 +212,7 @@ def guess_drafts(
 ) -> tuple[Tensor, Tensor]:
     """Guess [R, W] tokens for every slot of the next window; also return their `DraftDistributions.source` [R, W].
 
-    num_known: [R, 1]: number of first slots that already have drafts [R, W].
+    num_known: [R, 1]: number of leading slots that already have drafts. drafts: [R, W].
     uniform: [R, W]: numbers for random guesses; None draws them.
     init, distribution: `init` and `guess_distribution` of `SJD`. from_text: as for `draw_from_text`."""
     if not state.guesses:

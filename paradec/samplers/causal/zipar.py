@@ -35,7 +35,7 @@ class Step:
     tokens: list[int]
     """Offsets of the tokens that are evaluated at these positions."""
     columns: list[int]
-    """Indices of `positions` whose logits are read."""
+    """Indices in `positions` at which logits are read."""
     targets: list[int]
     """Offsets of the tokens that these logits predict."""
 

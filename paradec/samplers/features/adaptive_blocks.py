@@ -110,7 +110,7 @@ class AdaptiveBlocks(BlockPolicy):
         return (self.window * (length - prompt_length)).astype(np.int64)
 
     def for_model(self, model: Any) -> AdaptiveBlocks | FixedBlocks:
-        """Return the policy with token ids; fixed blocks if no text is a token. Raises ValueError for unknown ids."""
+        """Return the policy with token ids; fixed blocks if no delimiter has one. Raises ValueError for unknown ids."""
         facts = model.facts
         texts = tuple(d for d in self.delimiters if isinstance(d, str))
         ids = {d for d in self.delimiters if isinstance(d, int)}

@@ -200,7 +200,7 @@ class MaskedConstraint(SpanConstraint):
             self.write_certain(state, rows)
 
     def write_certain(self, state: Any, rows: np.ndarray) -> None:
-        """Write the certain positions in the open blocks of `rows` [R]. Blocks that are full then close."""
+        """Write the certain positions in the open blocks of `rows` [R]. Rows with a full block then open the next."""
         canvas, full_rows = state.canvas.cpu().numpy(), []
         for row in rows.tolist():
             certain = self._find_certain(state, row, canvas[row])
@@ -210,7 +210,7 @@ class MaskedConstraint(SpanConstraint):
             state.canvas[row, positions] = tokens
             if "rollout" in state.features:
                 state.features["rollout"].record_forced(state, row, positions, tokens)
-            if state.trace is not None:  # the trace's canvas is the canvas before the first step
+            if state.trace is not None:  # tokens that no step writes belong to the trace's initial canvas
                 for position, token in certain.items():
                     state.trace.canvas[row][position] = token
             state.masks_at_open[row] -= len(certain)
@@ -360,7 +360,7 @@ class SpanTexts:
         return np.asarray(classes[self.span.after(num_read + 1)[next_states]])
 
     def excluded(self, state: int, num_read: int, device: torch.device) -> Tensor | None:
-        """Find the tokens with which no text can continue after `num_read` tokens: [V] bool; None if no text fits."""
+        """Find tokens that continue no text after `num_read` tokens: [V] bool; None: no text fits, or a full span."""
         span = self.span
         if span.stop - span.first <= num_read or not span.after(num_read)[state]:
             return None

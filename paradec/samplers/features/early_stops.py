@@ -87,5 +87,5 @@ def split_stop_rules(value: Any, sampler: Any = None) -> tuple[tuple[Any, ...], 
                 f"stop={short_repr(rule)} must be stop rules, e.g. paradec.Prophet(); texts go to stop_strings"
             )
     if early and sampler and (sampler.needs.multi_step or sampler.needs.mask_probes):
-        raise ValueError(f"sampler {sampler.name!r} does not work with stop={short_repr(early[0])}: leave it out")
+        raise ValueError(f"sampler {sampler.name!r} does not work with stop={short_repr(early[0])}: leave stop out")
     return token_rules, early

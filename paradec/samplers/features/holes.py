@@ -18,7 +18,7 @@ class Holes(Feature):
         return True
 
     def exclude_ends(self, state: Any, logits: Tensor, index: np.ndarray | None) -> None:
-        """Exclude end tokens from logits [N, W, V] in holes, in place. index: [N], running rows; None for all."""
+        """Exclude end tokens from logits [N, W, V] in holes, in place. index: [N] in the running rows; None for all."""
         # also true at prompt tokens between holes, which have no candidates
         is_hole = state.window.host_positions < state.answer_start[state.window.rows, None]
         if index is not None:

@@ -50,7 +50,7 @@ def step_logprobs(
 
 def known_probabilities(sampler: Any, state: Any, logits: Tensor, confidence: Tensor) -> Tensor | None:
     """Return a masked sampler's confidences [N, W] if they are the tokens' probabilities under softmax(logits [N, W,
-    V]); otherwise None. Also return None for small vocabularies, where computing them again is cheap."""
+    V]); otherwise None. Also None on accelerators and for small vocabularies: computing them again is cheap."""
     is_changed = sampler.needs.processes_logits or sampler.needs.score_from != "raw"
     if is_changed or state.generator is not None or not logits.is_cpu or path_for(logits) == "float64":
         return None

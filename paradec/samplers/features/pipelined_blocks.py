@@ -135,7 +135,7 @@ def check_pipelined(sampler: Any, policy: PipelinedBlocks, steps: int | None = N
 
 
 def block_numbers(policy: PipelinedBlocks, positions: Any, block_start: Any, prompt_length: Any) -> Any:
-    """Number the blocks of positions: [R, W] int64, from 0 for the block that begins at `block_start` [R, 1]."""
+    """Number the blocks of positions: [R, W] int64, from 0 for the block that contains `block_start` [R, 1]."""
     origin = 0 if policy.align == "absolute" else prompt_length
     return (positions - origin) // policy.length - (block_start - origin) // policy.length
 
@@ -196,7 +196,7 @@ def best_of_blocks(scores: Tensor, leading: Tensor, candidates: Tensor) -> Tenso
 
 
 def ensure_progress(selected: Tensor, view: Any) -> Tensor:
-    """Add each block's best candidate to a selection [R, W] bool if the block must make progress but has none in it."""
+    """Add the best candidate of each block that must commit a token but has none in the selection [R, W] bool."""
     leading = view.leading
     block = leading.clamp(min=0)
     is_selected = (selected & (leading >= 0)).long()

@@ -54,7 +54,7 @@ def check_suffix(
     if why is None and isinstance(blocks, WholeCanvas):
         why = "one block is the whole answer, so that no position follows it; give block_length"
     if why is None and early:
-        why = f"stop={short_repr(request.stop)} reads all positions after the block; leave it out"
+        why = f"stop={short_repr(request.stop)} reads all positions after the block; leave stop out"
     if why is None and request.rng == "reference" and suffix.density != "cut" and rows > 1:
         why = f"rng='reference' draws a suffix for only one row, not for {rows}; use rng='counter'"
     if why is not None:

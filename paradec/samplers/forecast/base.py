@@ -101,7 +101,7 @@ class FeatureForecast(Sampler):
         return replace(basis, last_warmup_step=self.rule.last_warmup_step, order=order)
 
     def evaluates(self, progress: RunProgress) -> bool:
-        """Whether the next step of the run evaluates the model (else it is forecast)."""
+        """Whether the next step of the run evaluates the model (else its output is forecast)."""
         # a `Probe` decides inside the call (`paradec.integrations.diffusers.hooks.stack`)
         assert isinstance(self.rule, StepRule)
         return not progress.nodes or self.rule.is_full(progress)
@@ -125,7 +125,7 @@ class FeatureForecast(Sampler):
 
         Args:
             model: from `paradec.models.images.diffusion`.
-            latent: [B, ...] float noise, multiplied by the scheduler's `init_noise_sigma`.
+            latent: [B, ...] float noise, already multiplied by the scheduler's `init_noise_sigma`.
             scheduler: a diffusers scheduler; it is copied.
             num_inference_steps: number of solver steps.
             guidance_scale: s in uncond + s (cond - uncond). 1: no guidance; otherwise calls have two branches per row.

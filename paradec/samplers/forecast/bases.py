@@ -29,7 +29,7 @@ class History(NamedTuple):
     dtype: torch.dtype  # dtype of the feature and of forecasts
 
     def count_bytes(self, slots: int = 0) -> int:
-        return self.tensors[0].nbytes * (slots or len(self.tensors))  # slots: tensors of a full history; 0: of this one
+        return self.tensors[0].nbytes * (slots or len(self.tensors))  # slots: number of tensors; 0: as many as now
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Basis(Checked):
         return [feature, *tensors][: self.slots], (step, *nodes)[: self.slots]
 
     def forecast(self, history: History, step: float) -> Tensor:
-        """Forecast the feature [B, ...] at a later step (not an integer for `DiCache`), in the feature's dtype."""
+        """Forecast the feature [B, ...] at a later step (for `DiCache` a fractional one), in the feature's dtype."""
         tensors, dtype = history.tensors, history.dtype
         if tensors[0].dtype == dtype:
             return self.expand(tensors, history.nodes, step)
@@ -198,7 +198,7 @@ class FoCa(Basis):
 
 @dataclass(frozen=True)
 class DMD(Basis):
-    """Dynamic mode decomposition of the last evenly spaced evaluations, up to `window`; below 4 of them, `Hermite`.
+    """Dynamic mode decomposition of the last evenly spaced evaluations (at most `window`); `Hermite` if fewer than 4.
 
     As in HiCache's public code (hicache-pp), in float64. Singular values below 1e-4 of the largest are dropped. Costs
     an SVD per row and feature, so it is meant for whole outputs.

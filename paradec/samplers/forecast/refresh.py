@@ -146,7 +146,7 @@ class StepRule(Rule):
 
 @dataclass(frozen=True)
 class Probe(Rule):
-    """Base of the rules that decide in every call, from the output of the first blocks (the probe) or from a table.
+    """Base of the rules that decide in every call: from the first blocks' output (the probe), the latent, or a table.
 
     The blocks after the probe (except the last `tail`) are evaluated, or forecast as one residual.
     """

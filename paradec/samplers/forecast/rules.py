@@ -114,7 +114,7 @@ class DiCache(Probe):
         threshold: limit of the sum; 0 always evaluates. The public code has 0.4 for "delta_y", 0.08 for "delta_minus".
         error: "delta_y" sums the probe's changes; "delta_minus" sums |change of the probe - change of the input|.
         probe_depth: number of first blocks, which every step evaluates.
-        retention_ratio: share of evaluated steps at the start ("delta_minus" code: 0). The last step is evaluated too.
+        retention_ratio: share of evaluated steps at the start (the "delta_minus" code: 0); the last is evaluated too.
         num_inference_steps: number of solver steps, for a transformer without a pipeline.
     """
 
@@ -357,7 +357,7 @@ def filter_latent(latent: Tensor, level: float, power: float) -> Tensor:
 class EasyCache(StepRule):
     """EasyCache (arXiv 2507.02860, the authors' code for Wan): sum estimates of the output's change.
 
-    With x the transformer's input and v its output, K = mean|v - v_before| / mean|x - x_before| of two evaluations.
+    For the transformer's input x and output v, K = mean|v - v_before| / mean|x - x_before| of the last two evaluations.
     While the sum of K mean|x - x of the previous step| / mean|v_latest| is below `threshold`, the output is x +
     (v_latest - x_latest). A step's first call decides for all its calls. Raises ValueError without a number of steps.
 

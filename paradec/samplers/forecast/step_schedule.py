@@ -58,7 +58,7 @@ class StepSchedule(SavedAsJson, StepRule):
                 unknown.append(name)
             elif expected not in (None, actual):
                 raise ValueError(
-                    f"when: these steps were tuned for runs of {name} {expected}, and this one has {actual}; tune "
+                    f"when: these steps were tuned for runs with {name}={expected}; this run has {name}={actual}; tune "
                     "others with paradec.tune_steps, or give a list of steps"
                 )
         return unknown

@@ -56,7 +56,7 @@ class ScaleState(State):
     stored: int = 0
     """Number of scales in the store."""
     next_store: ScaleStore | None = None
-    """Store of `CoDe`'s small model, as long as the drafter makes scales."""
+    """Store of `CoDe`'s small model while the drafter makes scales, else None."""
     draft_counts: np.ndarray = field(init=False)
     """[4, B] int64: the drafter's counts, as `State.counts`."""
 

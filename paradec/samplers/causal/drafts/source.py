@@ -1,5 +1,5 @@
-"""Sources of drafts: the interface, and functions that run a drafter model. A source writes drafts [R, W] or [R, N] and
-their distributions q into the state's memory."""
+"""Sources of drafts: the interface, and functions that run a drafter model. A source writes drafts of windows [R, W] or
+trees [R, N], and their distributions q, into the state's memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def run_drafter_on_tree(
     features: Tensor | None,
     hidden: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return guided logits of the wanted nodes; for drafters of features, also hidden states [branches * R, W, D].
+    """Return guided logits of the W wanted nodes. Drafters of features also return hidden states [branches * R, W, D].
 
     num_drafts: number of drafts in the query. num_new: [branches, R]: number of final tokens in the query.
     features: see `DraftSource.fill`. hidden: [branches * R, N, D]: hidden states at each node's parent."""

@@ -189,7 +189,7 @@ class GrownTree:
         committed = torch.as_tensor(state.committed[rows, None], device=device)
         begin, end = unread_span(state, rows, features is not None)
         root = torch.full_like(committed, -1)
-        # the drafter reads the root, then `top` nodes of each level; candidate: each node's number (0: the root)
+        # the drafter reads the root, then `top` nodes per level; candidate: indices in `candidates` from 1 (root: 0)
         parents, tokens, candidate, score = root, root, torch.zeros_like(root), torch.zeros(root.shape, device=device)
         hidden = None if features is None else features.new_zeros(len(features), 1, features.shape[-1])
         remaining = num_drafts_left(state, rows)

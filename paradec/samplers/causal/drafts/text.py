@@ -1,4 +1,4 @@
-"""Drafters without a network that copy from the row's own tokens: prompt lookup and Token Recycling."""
+"""Drafters without a network: prompt lookup copies tokens of the row, Token Recycling the model's last predictions."""
 
 from __future__ import annotations
 
