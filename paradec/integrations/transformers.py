@@ -47,7 +47,7 @@ READ_FROM_CONFIG = frozenset(
     }
 )
 """Logits processors and stopping criteria that transformers builds from settings which `hf_generate` reads itself."""
-UNUSED_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES})
+KNOWN_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHE_NAMES})
 """Arguments besides ids that transformers passes to a decoding method. `hf_generate` refuses others, as it would ignore
 them."""
 
@@ -243,7 +243,7 @@ def _raise_unsupported(config: Any, processors: list[Any], model_kwargs: dict[st
         if getattr(config, name, None) not in (None, value):
             raise ValueError(f"{name}={short_repr(getattr(config, name))} is not supported; it must be {value}")
     for name, value in model_kwargs.items():
-        if value is not None and name not in UNUSED_INPUTS:
+        if value is not None and name not in KNOWN_INPUTS:
             raise ValueError(f"{name} is not supported by hf_generate; give input_ids and attention_mask")
     for name in CACHE_NAMES:
         cache = model_kwargs.get(name)

@@ -171,7 +171,7 @@ class SamplerScheduler(SchedulerMixin, ConfigMixin):
             )
 
     def _warn_ignored(self, defaults: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-        """Warn once that a call argument has no effect, for each that differs from its default and from the config."""
+        """Warn once for each call argument that differs from its default and from the config: it has no effect."""
         for name, value in arguments.items():
             config_value = self.config.get(name)
             if value in (None, defaults[name]) or value == config_value or name in self._warned_arguments:
@@ -221,7 +221,7 @@ def _make_init(settings: Mapping[str, Any]) -> Callable[..., None]:
 
 
 def _foreign_keys(name: Any) -> set[str]:
-    """Return the config keys of paradec's schedulers, of diffusers' discrete schedulers, and of diffusers' `name`."""
+    """Return the config keys of paradec's schedulers, of diffusers' discrete schedulers, and of its class `name`."""
     import diffusers
 
     names = ["BlockRefinementScheduler", "EntropyBoundScheduler", "DiscreteDDIMScheduler", "AmusedScheduler", name]

@@ -319,7 +319,7 @@ class PersistenceScheduler(BlockScheduler, sampler="persistence"):
 
 
 class SaberScheduler(BlockScheduler, sampler="saber"):
-    """Saber: all tokens above the mean confidence so far; those that lose most are masked again (arXiv 2510.18165)."""
+    """Saber: all tokens above the mean confidence so far; masks those whose confidence fell most (arXiv 2510.18165)."""
 
 
 class EditingScheduler(BlockScheduler, sampler="editing"):

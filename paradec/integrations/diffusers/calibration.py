@@ -136,7 +136,7 @@ def _record_features(
 
 
 def _score_steps(features: Tensor, metric: str) -> tuple[np.ndarray, float]:
-    """Return scores [T, T] float64 of all pairs of steps, from features [T, n], and the mean absolute distance."""
+    """From features [T, n] of T steps, return scores [T, T] float64 of all pairs, and their mean absolute distance."""
 
     def pairwise(measure: Callable[[Tensor], Tensor]) -> np.ndarray:
         return torch.stack([measure(features - row).mean(1) for row in features]).double().numpy()

@@ -34,7 +34,7 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.
 
 @dataclass(frozen=True)
 class StepTuning:
-    """Result of `tune_steps`. Errors of final latents x are |x - full| / |full - noise|; noise: the initial latents."""
+    """Result of `tune_steps`. Errors of final latents x are |x - full| / |full - noise|, from a full run's latents."""
 
     even: StepSchedule  # the evenly spread set of steps with the smallest error on the choosing seeds
     best: StepSchedule  # the set with the smallest error that the search found on the choosing seeds
@@ -112,9 +112,9 @@ def tune_steps(
         pipe: a diffusers pipeline; restored at the end.
         run: `run(seed)` runs the pipeline once with this seed, with the steps, guidance and size of later use.
         budget: number of steps of a run to evaluate.
-        seeds, report: choosing and reporting seeds: lists, or numbers of seeds (from 0; reporting after choosing).
+        seeds, report: choosing and reporting seeds: lists, or numbers of seeds (choosing from 0, reporting after them).
         sampler: a sampler or its name, without a schedule or rule; by default `Forecast(where="output")`.
-        runs: number of sets that the search evaluates, without evenly spread sets. Full runs and the report are extra.
+        runs: number of sets that the search evaluates; evenly spread sets, full runs and the report are not counted.
         study: a JSON file for the measurements. If it exists, the same call continues its search.
         seed: seed of the search.
         progress: function that is called after every set, with a description and the share of the work that is done.
@@ -169,8 +169,8 @@ def _check(
     choosing, reporting = seed_sets
     if not choosing or len(reporting) < 2 or len(set(choosing + reporting)) < len(choosing + reporting):
         raise ValueError(
-            f"seeds={short_repr(seeds)}, report={short_repr(report)}: give one choosing and two reporting seeds, all "
-            "different"
+            f"seeds={short_repr(seeds)}, report={short_repr(report)}: give at least one choosing "
+            "seed and two reporting seeds, all different"
         )
     return choosing, reporting
 
@@ -189,7 +189,7 @@ class _Runner:
     guidance: float | None = None
     max_errors: int = 1  # maximum number of errors to measure
     error_table: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set of steps and seed
-    full_runs: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # by seed: latent, its distance from noise
+    full_runs: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # by seed: latent, and |latent - noise|
 
     def make_full_runs(self, seeds: tuple[int, ...], budget: int) -> None:
         """Make the full runs, and read the study, whose setup must be equal to theirs."""

@@ -195,7 +195,7 @@ class Hosted:
             group.compact()
 
     def discard(self, key: Hashable) -> None:
-        """Close a row at the next call of another method, if it is still open. May be called from a finalizer."""
+        """Close a row at the next `open`, `step`, `keys`, `len` or `in`, if it is open. A finalizer may call this."""
         self._discarded.append(key)
 
     def _close_discarded(self) -> None:
@@ -207,7 +207,7 @@ class Hosted:
 
     def copy_sequence_memory(self, key: Hashable) -> dict[str, Tensor]:
         """Copy the sampler's memory that is reset per sequence (not per block): by name, each [1, ...]. Empty for most
-        samplers. Give it to `set_sequence_memory` of the row that continues this row's sequence."""
+        samplers. Give it to `set_sequence_memory` for the row that continues this row's sequence."""
         state, slot = self._find_slot(key)
         names = [name for name, spec in state.memory.specs.items() if spec.reset == "sequence"]
         return {name: state.memory[name][slot : slot + 1].clone() for name in names}

@@ -68,7 +68,7 @@ def register() -> None:
 
 def algorithms(base: type) -> dict[str, type]:
     """Create a subclass of `base` (SGLang's `DllmAlgorithm`) for each registered masked sampler of text, by class name,
-    and "ParadecCombination" (`combination: credit+localleap`). Constructors raise ValueError for unhosted samplers."""
+    and "ParadecCombination" (`combination: credit+localleap`). Constructors raise ValueError for unsupported ones."""
     classes = {PREFIX + "Combination": _make_algorithm(PREFIX + "Combination", None, base)}
     for name in samplers.names():
         try:
@@ -149,8 +149,8 @@ class BlockSteps:
         return samplers.create(settings["combination"])
 
     def _check_steps(self) -> None:
-        """Set `num_parts`, the number of the sampler's blocks in a block of the engine. Raises ValueError unless
-        block_length divides the engine's block, and `steps`, if set, is used and a multiple of num_parts."""
+        """Set `num_parts`, the number of the sampler's blocks in a block of the engine. Raises ValueError if
+        block_length does not divide the engine's block, or `steps` is set but unused or not a multiple of num_parts."""
         length, steps = self.fields.get("block_length"), self.fields.get("steps")
         if self.block_size % (length or self.block_size):
             raise ValueError(f"block_length={length} must divide the engine's block of {self.block_size}")
@@ -173,7 +173,7 @@ class BlockSteps:
             name for name, neutral in UNSUPPORTED.items() if (getattr(params, name, neutral) or neutral) != neutral
         ]
         unsupported += [name for name in ("return_logprob", "custom_logit_processor") if getattr(req, name, None)]
-        return f"{cls.__name__} does not read {', '.join(unsupported)}" if unsupported else None
+        return f"{cls.__name__} does not support {', '.join(unsupported)}" if unsupported else None
 
     def init_step_state(self, forward_batch: Any) -> list[Any]:
         """Create the state of each row's block. `step` opens the hosted rows, as it has logits."""

@@ -54,7 +54,7 @@ The sampler is `{sampler}`. With the folders of the weights copied next to `mode
 `DiffusionPipeline.from_pretrained("{folder}", trust_remote_code=True)` loads the class and the weights.
 """,
 }
-REQUIREMENTS = """
+README_END = """
 Written with {versions}. Install `{requirement}` first; PyPI's `paradec` is another project.
 """
 
@@ -82,7 +82,7 @@ def export_folder(
     versions = ", ".join([f"paradec {__version__}", *(f"{name} {version(name)}" for name in libraries)])
     values = {"folder": target.name or os.fspath(folder), "versions": versions, "requirement": REQUIREMENT}
     values |= {"base": files.pop("base", ""), "sampler": sampler or "taylorseer"}
-    files["README.md"] = (README[kind] + REQUIREMENTS).format(**values)
+    files["README.md"] = (README[kind] + README_END).format(**values)
     for name, content in files.items():
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)

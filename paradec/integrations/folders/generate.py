@@ -23,7 +23,7 @@ DECODING_ARGUMENTS = ("sampler", "preset", "prediction", "mask_token_id")
 
 
 def generate(*args: Any, model: Any, **kwargs: Any) -> Any:
-    """Decode as `model.generate` does. `model` is keyword-only, so positional ids also work in a model's repository."""
+    """Decode with paradec. `model` is keyword-only, so positional ids also work in a model's repository."""
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     is_masked = getattr(model.config, "mask_token_id", None) is not None
     if not is_masked and not any(name in kwargs for name in DECODING_ARGUMENTS):

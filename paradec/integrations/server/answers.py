@@ -39,7 +39,7 @@ MAX_WAITING = 4  # drafts are dropped while this many pieces of a reply wait to 
 
 
 class Service:
-    """One model, called `name` by clients. presets: fields of `paradec.Request`, by name. max_answer: in tokens."""
+    """One model, called `name` by clients. presets: by name, fields of `paradec.Request`. max_answer: in tokens."""
 
     def __init__(self, engine: Engine, name: str, presets: Mapping[str, Mapping[str, Any]], max_answer: int):
         self.engine, self.name, self.presets, self.max_answer = engine, name, presets, max_answer
@@ -67,7 +67,7 @@ class Answer:
         self.reply, self.index, self.prompt = reply, index, reply.rows[index // reply.n]
         self._model = reply.service.model
         self.num_tokens = self.num_calls = self.num_reused = 0  # calls: tool calls; reused: tokens from caches
-        self.begin, self._num_sent = echo, len(echo.content)  # prepended to the first piece; number of characters
+        self.begin, self._num_sent = echo, len(echo.content)  # prepended to the first piece; number of sent characters
         self._cutter, self._parser = StopCutter(reply.stops), AnswerParser(reply.end, reply.template, reply.tools)
         self._decoder, self._text = DecodeStream([], skip_special_tokens=False), ""
         self._scores: TokenScores | None = None
@@ -86,7 +86,7 @@ class Answer:
         self._put_scores = scores
 
     def put_draft(self, ids: Tensor) -> None:
-        """Receive a draft: the ids [1, n] after the final ids, which may still change."""
+        """Receive a draft: the ids [1, n] that follow the final ones and may still change."""
         reply, mask_id, decode = self.reply, self._model.facts.mask_token_id, self._model.tokenizer.decode
         if reply.body.paradec.get("drafts") and reply.queue.qsize() < MAX_WAITING and not self._cutter.is_over:
             texts = [None if token == mask_id else decode([token]) for token in ids[0].tolist()]
@@ -161,7 +161,7 @@ class Reply:
             except ValueError as error:
                 raise to_api_error(error, "prompt") from error
         if any(model.facts.hole_id in row for row in self.rows):
-            raise ApiError("the prompt contains the mask token, and the server does not fill masks")
+            raise ApiError("the prompt contains the mask token, and the server fills no masks in prompts")
         if (size := len(self.rows) * self.n) > MAX_CHOICES:
             raise ApiError(f"{len(self.rows)} prompts with n={self.n} are more than {MAX_CHOICES} answers", 400, "n")
         default = self.changes.get("constraint", defaults.constraint)
@@ -215,7 +215,7 @@ class Reply:
     def _choose_length(self, size: int) -> int:
         service, facts = self.service, replace(self.service.model.facts, name=self.service.name)
         limit, new = service.max_answer, self.changes.get("max_new_tokens", service.engine.batch.request.max_new_tokens)
-        if new is None:  # as many tokens as fit
+        if new is None:  # the model's default, or fewer if only these fit
             new = max(1, min(service.model.default_max_new_tokens, limit, (facts.max_length or math.inf) - size))
         check_int("max_tokens", new, low=0 if getattr(self.body, "echo", None) else 1)
         if new > limit:

@@ -51,7 +51,7 @@ RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_te
 
 
 class Piece(NamedTuple):
-    """A part of an answer. role: in the first piece only. finish_reason: in the last only. draft: JSON, may change."""
+    """A part of an answer. role: in the first piece only. finish_reason: in the last only. draft: JSON."""
 
     content: str = ""
     reasoning: str = ""
@@ -111,7 +111,7 @@ class StopCutter:
         self.stops, self.is_over, self.rest = stops, False, ""
 
     def feed(self, text: str, is_last: bool = False) -> str:
-        """Add a piece; return new text before any stop sequence. `rest` may begin one; if `is_over`, it follows one."""
+        """Add text; return what precedes any stop sequence. `rest` may begin one; if `is_over`, it comes after one."""
         if self.is_over:
             return ""
         text = self.rest + text

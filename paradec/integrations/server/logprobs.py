@@ -14,7 +14,7 @@ IMPOSSIBLE = -9999.0  # OpenAI's value for a token of probability 0
 
 
 class TokenScore(NamedTuple):
-    """A token: its bytes, log-probability, offset in the text (in characters). best: the likeliest at its position."""
+    """A token: its bytes, log-probability, offset in the text (in characters). best: the position's top tokens."""
 
     token: int
     text: bytes
@@ -38,7 +38,7 @@ class TokenScore(NamedTuple):
 class TokenScores:
     """Buffer of the scored tokens of one text, from left to right, until they are sent.
 
-    begin: offset of the first token. markers: special tokens that are part of the text. is_prompt: add all tokens."""
+    begin: offset of the first token. markers: special tokens in the text. is_prompt: add tokens without text, too."""
 
     def __init__(self, tokenizer: Any, begin: int, markers: Mapping[int, str], is_prompt: bool = False):
         self._tokenizer, self._markers, self._is_prompt = tokenizer, markers, is_prompt

@@ -282,7 +282,7 @@ def compare(
     if not questions:
         raise ValueError("questions is empty; give at least one")
     if unjudged := [question.prompt for question in questions if not question.judged]:
-        raise ValueError(f"questions: {short_repr(unjudged[0])} has no judge of its answers; give right")
+        raise ValueError(f"questions: {short_repr(unjudged[0])} has no judge of its answers; set `right` or `truth`")
     model = load() if model is None else model
     if model.tokenizer is None and any(question.right is not None for question in questions):
         reason = "has no tokenizer; give input_ids and answer_ids, or load(..., tokenizer=...)"
@@ -433,7 +433,7 @@ def _file_digest(cls: type) -> str | None:
         return None
 
 
-NO_POSITION = 2**62  # replaces the position if a step decided nothing in a row
+NO_POSITION = 2**62  # position for a row in which a step decided nothing
 MIN_PADDING_SHARE = 0.1  # smallest share of padding forwards that `padding_lines` reports
 
 

@@ -88,7 +88,7 @@ def evaluate(
         **{f"{prefix}random_seed": recipe.seed for prefix in ("", "numpy_", "torch_", "fewshot_")},
         confirm_run_unsafe_code=recipe.unsafe_code,
     )
-    assert scores is not None  # only None on ranks other than 0
+    assert scores is not None  # None on ranks other than 0
     met = {
         "versions": versions(),
         "weights": find_commit(recipe) if model is None else None,
@@ -158,7 +158,7 @@ def find_commit(recipe: Recipe) -> str | None:
 
 def plan(recipe: Recipe, prompt_tokens: int = 512) -> dict[str, Any]:
     """Describe a recipe's run without loading weights. Returns JSON data: the recipe, the sampler with its settings,
-    whether the harness has the tasks, the commit of the downloaded weights, versions, missing parts, and "memory": the
+    "tasks_known" (None: not checked), the commit of the downloaded weights, versions, missing parts, and "memory": the
     bytes of a batch with prompts of `prompt_tokens` tokens. Raises the ValueError of `build_task_manager`."""
     method = recipe.method()
     missing: list[str] = []

@@ -399,7 +399,7 @@ def check_greedy_decoding(
     """For each pair, check whether a masked model's greedy answer to the context is the continuation.
 
     Each forward decodes the most confident position (LLaDA's `suffix_greedy_prediction`). End tokens do not end the
-    answer. Raises the ValueErrors and TypeErrors of `log_likelihoods`, also for causal models and empty contexts."""
+    answer. Raises the ValueErrors and TypeErrors of `log_likelihoods`; ValueError: causal models, empty contexts."""
     check_model("check_greedy_decoding", model, SUPPORTED_KINDS)
     if model.facts.topology == "causal":
         raise ValueError(f"{model.facts.name} is causal: use `greedy` in the results of log_likelihoods")

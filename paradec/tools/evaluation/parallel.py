@@ -30,8 +30,8 @@ SWEEPS: dict[str, tuple[Changes, ...]] = {
     "margin": SCHEDULE,
     "entropy": SCHEDULE,
 }
-"""Settings of ParallelBench's samplers; the first is the default. The thresholds are in its range, 0.5 to 1; the
-factors are its five. A sweep of n settings uses the first n."""
+"""Settings of ParallelBench's samplers; the first is the default. The thresholds are in the benchmark's range, 0.5 to
+1; the factors are its five. A sweep of n settings uses the first n."""
 TASK_NAMES = (
     *("copy", "reverse", "sort", "shuffle", "insert_at", "insert_random", "remove_at", "remove_random", "replace_at"),
     *("replace_random", "latin_square"),

@@ -71,7 +71,7 @@ def read_questions(
         {"prompt": "Is 7 a prime?", "answer": "yes", "constraint": {"choice": ["yes", "no"]}}
         {"input_ids": [2, 7, 4, 4, 3], "answer_ids": [9, 11]}
 
-    `answer` is the complete right answer, or a list of right answers. Comparisons ignore spaces around words, and empty
+    `answer` is the complete right answer, or a list of right answers. The judge ignores spaces around words, and empty
     lines at either end. `regex` (Python's syntax) must match somewhere in the answer. `task` is "prompts" by default.
     `constraint` is the `to_dict` of a `paradec.Choice`, `Regex` or `JsonSchema`. `answer_ids` are the right ids of all
     filled positions before the end token.

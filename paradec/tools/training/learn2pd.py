@@ -156,7 +156,7 @@ def collect(
     block_length, max_new_tokens: by default the model's.
     caches: names of caches. The second decoding is made with each of them, and the filter is for these caches.
     batch: prompts decoded together. resume: records with an equal setup; their prompts are not decoded again.
-    checkpoint: function, called with all records so far after every fourth batch. progress: called after every step.
+    checkpoint: called with all records so far, after every 4th batch. progress: called in the first decoding's steps.
     Raises ValueError, before any decoding: an argument out of its range, or a `resume` with another setup. Raises
     Interrupted (a KeyboardInterrupt) at Ctrl-C; its `output` has the records of the finished batches."""
     check_int("batch", batch, low=1)

@@ -52,7 +52,7 @@ class Tuning:
     costs: tuple[str, ...]
     """The objectives besides the score: "forwards", "seconds" or both."""
     tolerance: float
-    """Points of score (of 100) by which `choose` may choose less than the best score of the choosing half."""
+    """Points of score (of 100) by which the preset may be below the best hand-made setting on the choosing half."""
     points: list[Point]
     """The Pareto front and the chosen point, in the order of their costs."""
     chosen: int | None

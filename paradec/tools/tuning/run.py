@@ -91,7 +91,7 @@ def tune(
         minutes: time after which no trial or rung starts. The report takes additional time.
         study: an SQLite file. The same call continues it after Ctrl-C or a crash, or works on it in other processes.
         tolerance: points (of 100) by which the preset may score below the best hand-made score on the choosing half.
-        loss: settings more than `loss` points below the best score are dropped (fast hand-made ones if surely below).
+        loss: settings more than `loss` points below the best score are dropped (fast hand-made ones only if surely so).
         eta: growth of the rungs. After each rung, about 1 in `eta` trials continues.
         batch: number of prompts decoded together.
         seed: seed of the split into halves, the proposals, and samplers with random choices.

@@ -86,7 +86,7 @@ def score_by_truth(question: Question, tokens: Sequence[int], text: str | None) 
 
 
 def agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
-    """Compute the share of positions with equal ids. The longer sequence counts as all positions."""
+    """Compute the share of positions with equal ids, among the positions of the longer sequence."""
     longest = max(len(tokens), len(reference))
     equal = sum(a == b for a, b in zip(tokens, reference))
     return equal / longest if longest else 1.0

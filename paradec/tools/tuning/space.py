@@ -293,8 +293,8 @@ def round_digits(value: float) -> float:
 
 
 def default_block_lengths(model: Any, positions: int) -> tuple[int | None, ...]:
-    """List block lengths to try: the model's default (None), half of it, twice it, and all positions. For models that
-    were trained with blocks, only None."""
+    """List block lengths to try: the model's default (None), half of it, twice it, and all positions; without a
+    default, None and `BLOCKS`. For models that were trained with blocks, only None."""
     if model.facts.topology in ("block_causal", "causal_context"):
         return (None,)
     model_length = model.default_block_length

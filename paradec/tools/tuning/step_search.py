@@ -1,6 +1,6 @@
 """Search for the best set of a fixed number of steps to evaluate: evenly spread starts, annealing, then hill climbing.
 
-Differences from BudCache (arXiv 2606.13496), which starts with a random set and has absolute temperatures: the start is
+Unlike in BudCache (arXiv 2606.13496), which starts with a random set and has absolute temperatures, the start is
 the best evenly spread set, temperatures are shares of its loss, and a move may shift all later steps.
 """
 

@@ -130,8 +130,8 @@ def test_models_without_a_mask_and_configurations_that_are_no_mapping_are_refuse
     [
         ({}, None),
         ({"temperature": 0.3, "top_p": 0.5, "logit_bias": {}, "repetition_penalty": 1.0}, None),
-        ({"regex": "a+", "repetition_penalty": 1.1}, "ParadecCredit does not read repetition_penalty, regex"),
-        ({"logit_bias": {"3": 1.0}}, "ParadecCredit does not read logit_bias"),
+        ({"regex": "a+", "repetition_penalty": 1.1}, "ParadecCredit does not support repetition_penalty, regex"),
+        ({"logit_bias": {"3": 1.0}}, "ParadecCredit does not support logit_bias"),
     ],
 )
 def test_unsupported_request_fields_are_refused(fields: dict[str, Any], message: str | None) -> None:

@@ -1,6 +1,6 @@
 """Search for a transformer's residual blocks, and for their attention and feed-forward modules (branches), by name.
 
-A block is an entry of a `ModuleList` that is a child of the transformer; it has at least one branch.
+A block is an entry of a `ModuleList` that is a child of the transformer and has an entry with a branch.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def find_branches(block: nn.Module, prefix: str = "") -> dict[str, str]:
 def find_places(transformer: nn.Module, where: str, main_only: bool = False) -> list[Place]:
     """Return the modules to hook for a `where` that is a name, in the order of the module tree.
 
-    main_only: only modules of the denoised stream; True for "stack". Raises ValueError if branches are unknown.
+    main_only: only modules of the denoised stream; "stack" implies it. Raises ValueError if branches are unknown.
     """
     if where == "output":
         return [Place("", "output", "")]

@@ -108,7 +108,7 @@ class PipelineSession:
 
 @contextmanager
 def beneath_offloading(module: nn.Module) -> Iterator[None]:
-    """In this context, `module.forward` is the forward that accelerate's offloading hook wraps, not the wrapper."""
+    """In this context, `module.forward` is the forward that an offloading hook of Hugging Face's accelerate wraps."""
     attributes = vars(module)
     outer, inner = attributes.get("forward"), attributes.get("_old_forward")
     if inner is None:

@@ -72,7 +72,7 @@ class PriorSession(PipelineSession):
         for name, value in DISABLED_SETTINGS.items():
             if getattr(config, name, None) not in (None, value):
                 raise ValueError(
-                    f"{name}={short_repr(getattr(config, name))} of {ENCODER}'s generation config is not read"
+                    f"{name}={short_repr(getattr(config, name))} of {ENCODER}'s generation config is unsupported"
                 )
         if any(token in self.model.image_ids for token in getattr(config, "suppress_tokens", None) or ()):
             raise ValueError(f"suppress_tokens of {ENCODER}'s generation config must not contain codes")

@@ -21,7 +21,7 @@ from paradec.samplers.masked.rules.recap import Recap
 class RecapReport:
     """Counts since a `RecapSession` was attached."""
 
-    cells: list[tuple[int, int]] = field(default_factory=list)  # per call, of a row: evaluated cells, all cells
+    cells: list[tuple[int, int]] = field(default_factory=list)  # per call: evaluated and all cells of each row
     bytes: int = 0  # maximum size of keys, values and hidden states
 
     short = property(str, doc="The report in one line, as `str`.")

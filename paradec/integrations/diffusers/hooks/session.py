@@ -88,7 +88,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
 
     Args:
         pipe: a diffusers pipeline with a `transformer`, `transformer_2` or `unet`; or a transformer alone. Steps of a
-            transformer alone are counted by its argument `timestep`: a run begins when it changes direction.
+            transformer alone are counted by its argument `timestep`: a run begins when timesteps change direction.
         sampler: a method (`TaylorSeer`, the default, `TeaCache`, ...), a `Forecast`, a rule (`Forecast(when=rule)`), a
             config of diffusers (`TaylorSeerCacheConfig(...)`), or a name: "taylorseer(interval=3)". For AmusedPipeline,
             `ReCAP`.
@@ -132,7 +132,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
 
 
 def find_transformers(pipe: Any) -> dict[str, nn.Module]:
-    """Return the modules to attach to, by name. Raises TypeError if there are none."""
+    """Return the modules to attach to, by name. Raises TypeError if `pipe` has none, or no scheduler."""
     if isinstance(pipe, nn.Module):
         return {type(getattr(pipe, "_orig_mod", pipe)).__name__: pipe}
     components = {name: getattr(pipe, name, None) for name in TRANSFORMERS}

@@ -32,7 +32,7 @@ class StackHistory:
     rule_progress: RunProgress = field(default_factory=RunProgress)
     blocks: dict[int, tuple[Place, Build]] = field(default_factory=dict)  # by position, of the latest evaluation
     ends: dict[int, int] = field(default_factory=dict)  # by first position of a segment, its last position
-    histories: dict[int, dict[str, History]] = field(default_factory=dict)  # by last position and stream: residuals
+    histories: dict[int, dict[str, History]] = field(default_factory=dict)  # residuals, by last position and by stream
 
     def count_bytes(self, slots: int = 0) -> int:
         histories = [history for streams in self.histories.values() for history in streams.values()]
@@ -169,7 +169,7 @@ class Stack:
         return build, returned
 
     def _close_segment(self, call: StackCall) -> None:
-        """End the open segment, if any, and update its histories."""
+        """End the open segment, if any, and update its histories. Raises RuntimeError in the middle of a forecast."""
         if call.begin < 0:
             return
         owner, history = self.owner, call.history
@@ -214,7 +214,7 @@ class Stack:
 
 
 def _continues_segment(call: StackCall, place: Place, streams: dict[str, Tensor]) -> bool:
-    """Whether a block continues the open segment: equal shapes, and in the latest block's list or on its output."""
+    """Whether a block has input of the segment's shapes, and is in the latest block's list or reads its output."""
     if _shapes(streams) != _shapes(call.start):
         return False
     assert call.place is not None

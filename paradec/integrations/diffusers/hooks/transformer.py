@@ -78,7 +78,7 @@ class RunState:
 class Transformer:
     """One transformer of a session, with its hooks.
 
-    Raises ValueError if the module is accelerated already, has a diffusers cache, lacks a module in the settings, or is
+    Raises ValueError if the module is accelerated already, has a diffusers cache, lacks a module of the settings, or is
     compiled as a whole and `where` is not "output". After an error the module is unchanged.
     """
 
@@ -233,7 +233,7 @@ class Transformer:
         if self.root.was_compiled_later:
             self._check_compiled()
         state = run.states.get(self.name) or self._begin(run)
-        if (  # a hooked module was replaced (by a LoRA) or compiled after it was hooked
+        if (  # a hooked module was replaced (by a LoRA), or it or its parent was compiled later
             any(parent._compiled_call_impl is not None for parent in self.parents)
             or any(hook.was_compiled_later for hook in self.hooks)
             or any(parent._modules.get(key) is not child for parent, key, child in self.children)
@@ -298,7 +298,7 @@ class Transformer:
         return run.states[self.name]
 
     def _find_branch(self, leaves: list[Any]) -> str:
-        """Return the branch's name: each call of a step is one. If a `_signature` has changed, clear its histories."""
+        """Name the branch by the call's context and number in its step. A new `_signature` clears its histories."""
         state, context = self.state, self.root.context
         call_index = state.last_calls[context] = state.last_calls.get(context, -1) + 1
         branch = f"{context or 'call'} {call_index}"
@@ -308,7 +308,7 @@ class Transformer:
         return branch
 
     def check_memory(self, histories: Any) -> Any:
-        """Return these new histories; if all exceed `max_memory`, return meta tensors, and `call` raises at its end."""
+        """Return new histories. If all together exceed `max_memory`, return meta tensors; `call` raises at its end."""
         limit: Any = self.settings.max_memory
         if limit is None or self.state.count_bytes(self.basis.slots) <= limit:
             return histories

@@ -21,7 +21,7 @@ ARCHITECTURES = {
 
 
 class _BlockConfig(PretrainedConfig):
-    """Base class. Its fields are those of `Family.config`, token ids, `canvas_length`, and `published`: config.json."""
+    """Base class. Fields: those of `Family.config`, token ids, `canvas_length`, `published` (all of config.json)."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -91,8 +91,8 @@ class BlockSampler:
 class LeftShift(nn.Module):
     """Shift of hidden states to the next position, for models whose logits predict the next position's token.
 
-    The left neighbour of a block's first position was evaluated in an earlier forward. So `last_hidden` stores the
-    hidden state of the last position of each request's final blocks. Buffers keep their addresses (CUDA graphs).
+    The left neighbour of a block's first position was evaluated in an earlier forward. So `last_hidden` stores for
+    each request the hidden state of its latest final block's last position. Buffers keep their addresses (CUDA graphs).
 
     requests: S, number of vLLM's slots. tokens: N, maximum number of tokens of a batch. hidden: D, hidden size."""
 

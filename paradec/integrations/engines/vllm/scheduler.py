@@ -1,7 +1,7 @@
 """Scheduler for models whose first block begins at the prompt's first token.
 
 It differs from vLLM's `DiffusionScheduler` in three ways. Prompts are evaluated in chunks of whole blocks, because the
-tokens of a block attend to each other. If a prompt ends within a block, the first canvas is the rest of this block. Its
+tokens of a block attend to each other. If a prompt ends within a block, the first canvas is the rest of this block; its
 steps evaluate the block's prompt tokens again, so `num_computed_tokens` is always the start of a block. A canvas is
 never scheduled in parts."""
 

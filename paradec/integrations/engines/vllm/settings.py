@@ -49,7 +49,7 @@ def settings_of(params: Any, defaults: Mapping[str, Any] | None = None, request_
     """Read the settings of a request.
 
     params: vLLM's `SamplingParams`. defaults: the server's defaults (`server_defaults`).
-    request_id: a seed is derived from it if the request has none, so all processes have the same seed.
+    request_id: if a request samples without a seed, its seed is derived from this id, the same in all processes.
     Raises ValueError, TypeError: an unknown name, or a value out of its range."""
     for name, neutral in PENALTIES.items():
         if getattr(params, name) != neutral:

@@ -82,7 +82,7 @@ def read_model(model: Any) -> ServedModel:
 
 class Slot:
     """One request of the batch. begin: position of the block that the next forward evaluates. is_storing: whether this
-    block's tokens are final, so that the forward stores their keys and values. known: tokens that vLLM has."""
+    block's tokens are final, so that the forward stores their keys and values. known: number of ids in vLLM."""
 
     def __init__(self, served: ServedModel, hosted: Hosted, known: int):
         self.served, self.hosted, self.known = served, hosted, known
@@ -107,7 +107,7 @@ class Slot:
         return ids
 
     def step(self, logits: Tensor, forwards_twice: bool) -> list[int]:
-        """Step a canvas with its logits [n, V]. Returns the tokens to emit: none until the block is final.
+        """Step a canvas with logits [n, V]. Returns tokens to emit: none until the block is final; on error, the mask.
         forwards_twice: whether a final block needs one more forward, even if its last step changed no token."""
         if self.is_storing:
             return self._emit()
