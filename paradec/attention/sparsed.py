@@ -82,7 +82,7 @@ class SparseD:
         if sampler.needs.mask_probes:
             return "the sampler evaluates masks that other positions do not see; block lists cannot express this"
         if sampler.needs.multi_step:
-            return "the sampler must give the result of single steps, but sparse attention depends on their number"
+            return "the sampler makes several steps in one call, which would change the result of sparse attention"
         return None
 
     def begin(self, state: Any, scheduled: bool) -> SparseDState:

@@ -41,7 +41,7 @@ class AttentionFlag:
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:  # runs once per thread; torch.compile does not guard class attributes
+    def __init__(self) -> None:  # runs once per thread; torch.compile would not guard a class attribute
         self.attention_flag = AttentionFlag()
 
 

@@ -74,7 +74,7 @@ def load_causal(
     cls = _select_class(source, config)
     headers: dict[str, Any] = {}
     if gguf is None:
-        is_quantised(source, config)
+        is_quantised(source, config)  # raises an error for a quantisation that transformers does not know
         headers = read_weight_headers(source, revision)
         check_stored_dtypes(source, config, revision)
     if dtype == torch.float64:  # the kernels of experts have no float64

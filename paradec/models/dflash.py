@@ -245,8 +245,8 @@ def read_settings(
     is_known = isinstance(layer_types, list) and all(kind in LAYER_TYPES for kind in layer_types)
     if not is_known or len(layer_types) != num_layers:
         raise CheckpointError(
-            f"{where}: layer_types={short_repr(layer_types)} must name num_hidden_layers={num_layers} of "
-            f"{', '.join(LAYER_TYPES)}"
+            f"{where}: layer_types={short_repr(layer_types)} must be a list of num_hidden_layers={num_layers} "
+            f"entries, each one of {', '.join(LAYER_TYPES)}"
         )
     fields = read_layer_fields(source, config, max_position_embeddings=131072)
     angles = read_angles(source, config, 10000.0 if is_zlab else 500000.0)

@@ -194,7 +194,7 @@ def load_eagle3(
     if module.embed_tokens is None and layer_config.hidden_size != base.hidden_size:
         raise CheckpointError(
             f"{source!r} has no embed_tokens.weight, and hidden_size={layer_config.hidden_size} is not "
-            f"{base.hidden_size}, the width of the embeddings of {base.facts.name}, which would replace it"
+            f"{base.hidden_size}, the width of the embeddings of {base.facts.name}, which would be used instead"
         )
     module = module.to(base.device, dtype or base.dtype).requires_grad_(False)
     module.load_state_dict(weights)

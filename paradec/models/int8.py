@@ -81,7 +81,7 @@ class Int8Quantizer(HfQuantizer):
             is_large = min(sizes, default=0) >= settings.min_weights and not isinstance(layer, nn.Conv1d)
             if is_large and name not in names and not self.pre_quantized:
                 kind = type(layer).__name__
-                raise CheckpointError(f"quantization='int8' does not work for experts of class {kind}: leave it out")
+                raise CheckpointError(f"quantization='int8' does not work for experts of class {kind}; load without it")
         for name in names:
             layer = model.get_submodule(name)
             if layer is head and f"{name}.weight" in tied:

@@ -26,7 +26,7 @@ EAGLE3_PREFIXES = ("midlayer.", "layers.0.hidden_norm.", *TABLES)
 UNUSED = "rotary_emb.inv_freq"
 """Ending of the name of an unused tensor in old checkpoints."""
 NO_WEIGHTS = r"rotary_emb\.inv_freq$|^(model\.)?(d2t|t2d)"
-"""Names of tensors that are not weights, and may be integers."""
+"""Pattern of the names of tensors that are not weights; these may hold integers."""
 
 
 def load_drafter(

@@ -198,7 +198,7 @@ def _lora_config(source: str, config: Mapping[str, Any]) -> Any:
             name="peft",
         ) from None
     where = f"{CONFIG} of {source!r}"
-    check_supported(config, SUPPORTED, where, ". Merge it with peft (merge_and_unload), save and load that")
+    check_supported(config, SUPPORTED, where, ". Merge it with peft (merge_and_unload), save the result and load that")
     fields = {name: config[name] for name in FIELDS if config.get(name) is not None}
     with checkpoint_errors(where):
         _check_fields(fields)

@@ -161,9 +161,9 @@ def _check_fused(source: str, hf_config: Any, options: dict[str, Any]) -> None:
     plan, quantization = options.get("tp_plan"), options.get("quantization_config")
     if quantization is not None and getattr(quantization, "quant_method", None) != INT8:
         raise ValueError(
-            f"quantization_config={short_repr(options['quantization_config'])} does not work for {source!r}: its "
-            "query_key_value matrices are split on reading. Leave it out, and quantise the loaded model.module (for "
-            "example with torchao.quantize_)"
+            f"quantization_config={short_repr(options['quantization_config'])} does not work for {source!r}, whose "
+            "query_key_value matrices are split on reading. Load without it, and quantise the loaded model.module "
+            "(for example with torchao.quantize_)"
         )
     if isinstance(plan, dict) and any("self_attn" in name for name in plan):
         raise ValueError(

@@ -57,7 +57,7 @@ class TensorParallelModel:
             request = replace(request, seed=int(torch.randint(2**63 - 1, (1,))))
         shared = replace(request, **dict.fromkeys(OBJECTS))
         if hasattr(getattr(request.sampler, "drafter", None), "facts"):
-            local_fields["sampler"], shared = request.sampler, replace(shared, sampler="threshold")
+            local_fields["sampler"], shared = request.sampler, replace(shared, sampler="threshold")  # placeholder
         message = (prompts, shared, None if generator is None else generator.get_state())
         if (message := exchange(message if distributed.get_rank() == 0 else None)[0]) is None:
             raise SystemExit

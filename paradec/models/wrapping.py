@@ -50,8 +50,8 @@ def wrap(
     causal model if no mask id is given and its tokenizer has none; end and padding ids are then those of the module's
     `generate`. With a mask id, `prediction` and `topology` are required; any topology other than "causal" removes the
     causal mask. A custom class is treated as the transformers class that it extends. Any other module is called with
-    ids only, without padding or a store. Until `Model.unwrap()` the module is in evaluation mode, with the attention
-    function that the model needs.
+    ids only, without padding or a store. The module is put into evaluation mode. Until `Model.unwrap()`, it has the
+    attention function that the model needs.
 
     Args:
         mask_token_id: the id of undecided tokens; by default the tokenizer's; not needed for topology="causal".

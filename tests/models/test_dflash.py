@@ -225,7 +225,7 @@ WRONG: list[tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] =
     (lambda c, w: c.update(hidden_size=32), "hidden_size=32, LlamaForCausalLM has 16"),
     (lambda c, w: c.update(attention_bias=True), "attention_bias=True"),
     (lambda c, w: c.update(hidden_act="square"), "hidden_act: 'square'"),
-    (lambda c, w: c.update(layer_types=["full_attention"]), "layer_types=.* must name num_hidden_layers=2 of"),
+    (lambda c, w: c.update(layer_types=["full_attention"]), "layer_types=.* must be a list of num_hidden_layers=2"),
     (lambda c, w: c.update(block_size=1), "block_size=1 must be an integer from 2 to 64"),
     (lambda c, w: c["dflash_config"].pop("mask_token_id"), "mask_token_id=None must be"),
     (lambda c, w: c["dflash_config"].update(mask_token_id=5), "mask_token_id=5 must be"),

@@ -47,7 +47,7 @@ def block_means(
     check_int("block_size", block_size, low=1)
     _check_heads(query, key)
     if query.shape[2] != key.shape[2]:
-        raise ValueError(f"query and key have {query.shape[2]} and {key.shape[2]} positions; patterns need whole rows")
+        raise ValueError(f"query and key have {query.shape[2]} and {key.shape[2]} positions; both must be whole rows")
     lengths = _host(lengths, query.shape[0], query.shape[2])
     first_blocks = blocks_in(lengths, block_size) if first is None else np.asarray(first, np.int64)
     scale = query.shape[-1] ** -0.5 if scale is None else scale

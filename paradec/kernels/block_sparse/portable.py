@@ -76,14 +76,14 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """Gather the listed key blocks of a few query blocks at a time and attend to them."""
     query, key, value, index, tiles, lengths, rows, scale, size, return_logsumexp = call
     (batch, heads, _, width), (_, key_heads, keys, _) = query.shape, key.shape
-    device, count, total = query.device, tiles.block.shape[1], -(-keys // size)
+    device, num_tiles, total = query.device, tiles.block.shape[1], -(-keys // size)
     block_lists, counts = lists_of(query, index, tiles, rows, total, size)
     # from here on, tensors have one entry per row, head and tile
     block_lists, counts = block_lists.flatten(0, 2).long(), counts.flatten()
     key_head = torch.arange(batch, device=device)[:, None] * key_heads
     key_head = key_head + torch.arange(heads, device=device) * key_heads // heads
-    key_head = key_head[:, :, None].expand(batch, heads, count).reshape(-1, 1)
-    limit = torch.as_tensor(lengths, device=device)[:, None].expand(batch, heads * count).reshape(-1, 1)
+    key_head = key_head[:, :, None].expand(batch, heads, num_tiles).reshape(-1, 1)
+    limit = torch.as_tensor(lengths, device=device)[:, None].expand(batch, heads * num_tiles).reshape(-1, 1)
     if padding := total * size - keys:
         key, value = F.pad(key, (0, 0, 0, padding)), F.pad(value, (0, 0, 0, padding))
     key_blocks, value_blocks = (part.reshape(-1, size, part.shape[-1]) for part in (key, value))
@@ -112,7 +112,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         if lse is not None:
             scores = queries[chunk].to(dtype) @ chunk_keys.to(dtype).transpose(-1, -2) * scale
             lse[chunk] = scores.masked_fill(~visible, -torch.inf).logsumexp(-1).squeeze(1)
-    output = by_column(output.view(batch, heads, count * size, -1), tiles)
+    output = by_column(output.view(batch, heads, num_tiles * size, -1), tiles)
     return output, None if lse is None else by_column(lse.view(batch, heads, -1, 1), tiles).squeeze(-1)
 
 
@@ -135,9 +135,9 @@ def lists_of(
 
 def by_tile(query: Tensor, tiles: QueryTiles, size: int) -> Tensor:
     """Arrange queries [B, H, Q, D] by tile: [B, H, T * size, D]."""
-    (batch, heads, columns, width), count = query.shape, tiles.block.shape[1]
+    (batch, heads, columns, width), num_tiles = query.shape, tiles.block.shape[1]
     if tiles.is_aligned:
-        return F.pad(query, (0, 0, 0, count * size - columns))
+        return F.pad(query, (0, 0, 0, num_tiles * size - columns))
     column = tiles.first.long().unsqueeze(-1) + torch.arange(size, device=query.device)
     column = column.clamp(max=columns - 1).flatten(1)[:, None, :, None]
     return query.gather(2, column.expand(batch, heads, -1, width))

@@ -10,7 +10,7 @@ Three paths compute the same numbers; `path_for` chooses one:
 In float32, the best probabilities of trained models round to 1. So the float32 paths sum over all tokens except the
 best. Let z be the logits, m the largest of them, S = sum exp(z - m) and W = sum exp(z - m) (z - m) over these tokens.
 Then the best probability is 1 / (1 + S) and the entropy ln(1 + S) - W / (1 + S), computed in float64. A temperature
-divides only differences of logits, which do not overflow.
+divides only differences of logits, which do not overflow; in the logsumexp, it also divides m.
 
 `reference.py` defines every statistic; `draws.py` samples tokens; `api.py` checks arguments."""
 

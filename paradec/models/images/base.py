@@ -47,7 +47,7 @@ class Snapshot:
     is_complete: bool
     """Whether all tokens are final."""
     accepted: np.ndarray
-    """[S, B] int64: tokens that became final at each step."""
+    """[S, B] int64: number of tokens that became final at each step."""
     prompt_lengths: list[int]
     draft_nfe: list[int]
     """Forward calls of the draft model for each row; 0 without one."""

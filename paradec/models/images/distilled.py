@@ -93,7 +93,7 @@ class ContinuousHead(nn.Module):
 
 
 class DistilledModel(PictureModel, Adapter):
-    """Base of the students' adapters. A subclass implements `codes`, `grid`, `latent` and `_pixels`.
+    """Base of the students' adapters. A subclass implements `codes`, `check_teacher`, `grid`, `latent` and `_pixels`.
 
     module: (labels [B], tokens [B, N, C], number of data tokens) -> vectors [B, N, C] and logits [B, N, V].
     defaults: `steps` of requests, and with a teacher `guidance_scale`, `top_k`, `top_p`, `temperature`."""

@@ -40,7 +40,7 @@ class DistilledLlamaGenConfig(LlamaGenConfig):
     """Sizes of a student.
 
     codebook_dim: width of a code vector.
-    second, split: see `paradec.models.images.distilled.Stages`; None: as published, or else 5/16 of the tokens."""
+    second, split: as in `Stages`. None: `second` is 5/16 of the tokens, `split` is as published or else `second`."""
 
     codebook_dim: int = 8
     second: int | None = None

@@ -59,7 +59,7 @@ class DistilledVARModel(ScalePictures, DistilledModel):
     vq: the multi-scale VQ autoencoder of its teacher.
     defaults: `steps` of requests (1 or 2); if there is a teacher, also `top_k`, `top_p`, `temperature` and
         `guidance_scale` (3 is the public code's cfg of 2).
-    second, split: see `paradec.models.images.distilled.Stages`; None: as published, or else half of the scales.
+    second, split: as in `Stages`. None: `second` is as published, or else half of the scales; `split` is `second`.
     Raises TypeError for another kind of module or autoencoder, ValueError for a codebook of the wrong size, a wrong
     stage or an unknown default."""
 

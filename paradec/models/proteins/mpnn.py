@@ -365,7 +365,7 @@ class ProteinMPNNModel(Opaque):
 
     def _logits(self, query: Query, store: Any) -> Tensor:
         if query.branches > 1:
-            raise ValueError(f"guidance_scale: {self.facts.name} has no unconditional branch; it must be 1")
+            raise ValueError(f"guidance_scale must be 1: {self.facts.name} has no unconditional branch")
         row_states: list[Tensor] = []
         if store is None:
             tokens, decided_at = query.tokens, getattr(query, "decided_at", None)

@@ -291,7 +291,7 @@ def bases(distances: Tensor) -> Tensor:
 
 
 KINDS, GROUPS, PERIODS = 120, 19, 8
-"""Sizes of an atom's one-hot features for element, group and period: their number plus 1, since index 0 is unused."""
+"""Sizes of an atom's one-hot features for element (1 to 118), group (1 to 18) and period (1 to 7)."""
 KIND_WIDTH, ANGLES = 64, 4
 FRAME = ("N", "CA", "C", "O", "CB")
 IGNORED_ELEMENTS = ("H", "MO")

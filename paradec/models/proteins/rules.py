@@ -92,8 +92,8 @@ class Columns:
         return len(self.residues)
 
     def average(self, logits: Tensor, row: Tensor, residue: Tensor, rows: int) -> Tensor:
-        """Logits [rows, C, V]: the mean or weighted sum of the logits of each column's residues; 0 for columns of
-        which `residue` has none.
+        """Logits [rows, C, V]: the mean or weighted sum of the logits of each column's residues; 0 for columns
+        without a residue in `residue`.
 
         logits: [N, V]: entry n is of residue `residue[n]` in row `row[n]` (both [N] int64). rows: number of rows."""
         column_index = row * len(self) + self.by_residue.to(row.device)[residue]

@@ -261,7 +261,7 @@ def read_structure(source: str | os.PathLike[str], chains: Iterable[str] | None 
             raise ValueError(f"an atom of residue {atom.chain}{atom.number} of {path.name} has no finite coordinates")
         symbols = "".join(letter for letter in atom.name[:2] if letter.isalpha()).upper()
         element = atom.element or (symbols if symbols in ELEMENTS else symbols[:1])  # implied by the name
-        atom_name = f"{atom.name.strip()} of calcium" if element == "CA" else atom.name.strip()
+        atom_name = f"{atom.name.strip()} of calcium" if element == "CA" else atom.name.strip()  # no C-alpha
         is_residue = atom.is_residue or atom.residue in MODIFIED
         key = (atom.chain, atom.number, atom.insertion, "" if is_residue else atom.residue)
         letters.setdefault(key, NAMES.get(atom.residue, "X"))

@@ -25,7 +25,7 @@ REQUIRED_SIZES = (
 )
 
 REQUIRED = (*REQUIRED_SIZES, "intermediate_size")
-"""The class defaults are wrong for the published 7B, so config.json must state these fields."""
+"""Fields that config.json must state: the defaults of transformers' classes do not fit the published models."""
 
 REQUIRED_MOE = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob")
 """Further fields of mixtures of experts. (The class's default of `norm_topk_prob` differs from published values.)"""

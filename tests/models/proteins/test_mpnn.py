@@ -249,7 +249,7 @@ def test_rows_that_do_not_fit_are_refused(model: ProteinMPNNModel) -> None:
     ):
         refuses(partial(paradec.generate, model, row), message)
     prompt = model.prompt()
-    refuses(lambda: paradec.generate(model, prompt, sampler="margin", guidance_scale=2.0), "guidance_scale: small")
+    refuses(lambda: paradec.generate(model, prompt, sampler="margin", guidance_scale=2.0), "guidance_scale must be 1")
     refuses(lambda: paradec.infill(model, "<long>B<mask:23>"), "unknown residue: 'B'")
     refuses(lambda: model.prompt("lung"), "unknown structure: 'lung'.*did you mean 'long'")
     refuses(lambda: model.prompt(2), "structure=2 must be an integer from 0 to 1")
