@@ -143,7 +143,7 @@ class CachedModel:
         if new:
             index = torch.tensor(new)
             part = query.with_fields(
-                rows=np.array(new),  # drafts repeat a row
+                rows=np.array(new),  # numbered anew: drafts of one row share its number
                 tokens=query.tokens[index],
                 positions=query.positions[index],
                 valid=None if query.valid is None else query.valid[index],

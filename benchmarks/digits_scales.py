@@ -133,7 +133,7 @@ def choose_setting(label: str, name: str, sampler: str, settings: list[Setting],
 
 
 def distance_difference(first: list[float], second: list[float]) -> list[float]:
-    """Compute one - other for two distances [value, low, high]: the difference, and the ends of its 95 % interval."""
+    """Subtract two distances [value, low, high]: first - second, and the ends of its 95 % interval."""
     half = ((first[2] - first[0]) ** 2 + (second[2] - second[0]) ** 2) ** 0.5
     return [first[0] - second[0], first[0] - second[0] - half, first[0] - second[0] + half]
 

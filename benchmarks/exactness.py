@@ -403,7 +403,7 @@ def watch_deviations(sampler: CausalSampler) -> tuple[CausalSampler, list[np.nda
 
 
 def lossy() -> Iterator[tuple[str, CausalSampler, TableModel]]:
-    """Yield (name, sampler, model) of the lossy methods."""
+    """Yield (name, sampler, model) of GSD and LANTERN."""
     model = TableModel.random(5, seed=0)
     create = paradec.samplers.create
     yield "gsd, half width 1", create("gsd", window=4, group_half_width=1), model
@@ -423,8 +423,8 @@ def lossy() -> Iterator[tuple[str, CausalSampler, TableModel]]:
 
 
 def partly_verified() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield (name, sampler, request) of S2D2 with its published presets. It verifies drafts with the probabilities of
-    temperature 1 even at temperature 0, so its answers are random; they are compared with temperature 1."""
+    """Yield (name, sampler, request) of S2D2: its presets, drafts always and never verified. Even at temperature 0 it
+    verifies drafts with the probabilities of temperature 1, so answers are random; they are compared with those."""
     create = paradec.samplers.create
     for temperature, name in itertools.product((0, 1), paradec.samplers.get("s2d2").presets):
         request = {"temperature": float(temperature)}

@@ -17,8 +17,8 @@ Every kernel is checked against a float64 reference on new random inputs, then t
 
 Writes one JSON file with the device's name; without --out also the tables of docs/results.md. "problems" in the JSON
 file lists failures, and measurements for which a section's time was too short. The exit code is 2 without a CUDA
-device, 1 with a problem. A dry run writes no tables, and JSON only with --out; it runs the kernels with
-TRITON_INTERPRET=1, otherwise their references.
+device, 1 with a problem. A dry run writes no tables, and JSON only with --out; it runs the kernels if
+TRITON_INTERPRET=1 is set, otherwise PyTorch code.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ than in a trained model.
   "flex_speed_up" is the speed-up of PyTorch's compiled flex_attention with the same lists (`backend="flex"`),
   "flex_difference" the largest difference of its output to that of paradec's kernel.
 - "estimation": additional time of the step that finds the lists, as a multiple of flash attention's time.
-- "window_speed_up": speed-up of a block cache's step, 32 queries over all keys, over PyTorch's default full attention.
+- "window_speed_up": in a block cache's step (32 queries, all keys), PyTorch's default attention's time over the sparse.
 - "end_to_end_T": speed-up of one transformer layer (only its matrix products and attention) over a request of T steps.
   As in SparseD, 20 % of its steps are dense and one finds the lists; the base is T dense steps.
 """

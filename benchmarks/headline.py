@@ -78,7 +78,7 @@ def main() -> None:
         return [to_row(result) for result in comparison.results]
 
     choosing = measure([configuration for name in SCHEDULES for configuration in candidates(name, end)], questions)
-    least = choosing[0]["right"] - MAX_LOSS
+    least = choosing[0]["right"] - MAX_LOSS  # `compare` puts `threshold` first
     baseline_rows = [row for row in choosing if row["sampler"] == BASELINE and "steps" not in row["changes"]]
     best_rows = [best(baseline_rows, least)]
     for name in SCHEDULES:

@@ -170,7 +170,7 @@ class ParadecProcess:
 
 def work(source: str, threads: int) -> None:
     """Load a model, then run one task per line of standard input: {"positions": n} evaluates n positions, {"tokens": n,
-    "way": key of `OURS`} decodes n tokens. Prints the seconds of the load and of each task as JSON."""
+    "way": key of `WAYS`} decodes n tokens. Prints the seconds of the load and of each task as JSON."""
     import paradec
     from paradec.core.query import Query
 

@@ -175,10 +175,10 @@ def run(name: str, module: nn.Module, settings: Settings | None, steps: int, see
         latent = denoise(name, module, arguments, steps)
         seconds = time.process_time() - began
         stack, calls = session.transformers[0].stack, session.report().calls
-    share = sum(call.evaluated / (call.evaluated + call.forecast) for call in calls)
+    evaluated = sum(call.evaluated / (call.evaluated + call.forecast) for call in calls)
     always = 0.0 if stack is None else 1 - len(stack.forecasts) / len(stack.places)
-    blocks = (share * (1 - always) + len(calls) * always) / steps
-    return {"latent": latent, "seconds": seconds, "evaluated": share, "blocks": blocks}
+    blocks = (evaluated * (1 - always) + len(calls) * always) / steps
+    return {"latent": latent, "seconds": seconds, "evaluated": evaluated, "blocks": blocks}
 
 
 def latent_error(name: str, latent: Tensor, seed: int, plain: dict[int, Tensor]) -> float:
@@ -193,7 +193,7 @@ def interval(values: list[float]) -> list[float]:
 
 
 def ratio(errors: list[float], base_errors: list[float]) -> list[float]:
-    """Compute the geometric mean of errors / beside, seed by seed, and its 95 % interval."""
+    """Compute the geometric mean over seeds of errors / base_errors, and its 95 % interval."""
     mean, half = interval([math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(errors, base_errors, strict=True)])
     return [math.exp(mean), math.exp(mean - half), math.exp(mean + half)]
 

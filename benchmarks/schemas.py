@@ -5,8 +5,8 @@
 
 FOLDER contains `real.jsonl.gz` (a schema per line: name, schema, tests with data and valid) and optionally
 `suite.jsonl.gz` (a test per line: file, group, schema, test, data, valid). Every instance is tried as two texts, with
-and without spaces; a valid instance is missed if either text is not accepted. Missed instances are counted by
-`missed_reason`. `--steps` measures CPU time per decoding step instead.
+and without spaces; a valid instance is missed if either text (in the suite: each) is rejected. Those of `real` are
+counted by `missed_reason`. `--steps` measures CPU time per decoding step instead.
 """
 
 import argparse

@@ -6,7 +6,7 @@
 
 First, requests are sent one at a time. Then 200 are sent at the same time, half of them as streams. Then good requests
 mix with bad clients: these disconnect, read slowly, or send too much, no JSON, no key or an unknown preset. --requests
-is the total so far. Last, good requests mix with --hostile bodies from `hostile.py`.
+is the total of these. Last, good requests mix with --hostile bodies from `hostile.py`.
 
 Checked: no good request is lost, every answer equals that of `paradec.generate`, every bad request gets the expected
 status, no body stops the server. Afterwards the server must have no additional rows, threads or files, and at most 300

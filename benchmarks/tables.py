@@ -31,8 +31,8 @@ Cells = dict[str, dict[str, str]]
 
 
 class Formatter(string.Formatter):
-    """Formatter of cells with additional formats: "p", a share in per cent ("{right:.1p}"), "q", a list [quartile,
-    median, quartile], "MiB", bytes. None is an empty cell."""
+    """Formatter of cells with additional formats: "p" writes a share in per cent ("{right:.1p}"), "q" a list [quartile,
+    median, quartile], "MiB" a number of bytes. None is an empty cell."""
 
     def format_field(self, value: Any, spec: str) -> str:
         if value is None:
@@ -58,8 +58,8 @@ def table(rows: Iterable[Row], head: str, cells: str) -> str:
 
 
 def cross_table(corner: str, cells: Cells, missing: str) -> str:
-    """Format cells by row and column as a table. `corner` is the heading over the rows' names; if the names fill two
-    columns ("a | b"), so does it. `missing` is the text of cells without a value."""
+    """Format cells by row and column as a table. `corner` is the heading over the rows' names, and like these may
+    fill two columns ("a | b"). `missing` is the text of cells without a value."""
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     rows = ({"cells": " | ".join([name, *(row.get(head, missing) for head in columns)])} for name, row in cells.items())
     return table(rows, " | ".join([corner, *columns]).lstrip(), "{cells}")
@@ -300,11 +300,10 @@ def conversations_table(data: Row) -> str:
     """Costs of conversations with and without stored prefixes, from benchmarks/conversations.py."""
     rows = []
     for kind in ("causal", "block_causal"):
-        costs = {
-            name: [*cost["quartiles"], cost["median"]] for name, cost in data[kind]["cpu_ratio_without_reuse"].items()
-        }
+        ratios = data[kind]["cpu_ratio_without_reuse"].items()
+        costs = {name: sorted([*cost["quartiles"], cost["median"]]) for name, cost in ratios}  # for the format "q"
         row = {"name": kind.replace("_", "-"), "ratio": data[kind]["positions_ratio"]}
-        rows.append(row | data[kind]["conversations"] | {name: sorted(cost) for name, cost in costs.items()})
+        rows.append(row | data[kind]["conversations"] | costs)
     head = "model | positions | CPU, s | p50, s | p99, s | CPU, nothing shared | wider model"
     times = (f"{{kept[{name}]:.1f}} / {{none[{name}]:.1f}}" for name in ("cpu_seconds", "p50_seconds", "p99_seconds"))
     positions = "{ratio:.2f} ({kept[positions]:,} / {none[positions]:,})"
@@ -437,7 +436,7 @@ def taylorseer_tables(data: Row) -> tuple[str, str]:
 
 def evaluations_table(rows: list[Row]) -> str:
     """Digits in few evaluations, from benchmarks/digits_masked.py. Of the diffusion transformer, only plain DDIM runs
-    and uneven schedules are listed, with the pixel error."""
+    and that file's `OTHERS` are listed, with the pixel error."""
     head = "setting | full evaluations | evaluations | right class, % | Frechet distance"
     cells = "{label} | {full:.1f} | {evaluations[0]:.2f} | " + QUALITY
     if "pixel_error" not in rows[0]:

@@ -11,7 +11,7 @@ long as the unchanged logits ("as is"). The filtering itself is measured separat
 With logits [16, 126,464] three more things are measured. "draws": a step's draws compared with the greedy read and with
 the draws of LLaDA's and Dream's public codes, which this file implements from their formulas; `MOST_GREEDY` and
 `MOST_PUBLIC` are bounds. "steps": the third step of a block of 16 positions, without the model's forward, of several
-samplers compared with `threshold`. "over_softmax": statistics compared with a softmax of the same logits.
+samplers compared with `threshold`. "over_softmax": statistics (also of 8 positions) compared with a softmax.
 
 All functions take turns in one run. Times are medians over the turns with quartiles, as CPU time of the process
 (`time.process_time`, which other work on the machine influences little) and wall time; factors are medians of ratios of

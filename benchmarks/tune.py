@@ -12,7 +12,7 @@ most `SLOW` forwards per position. They are measured on both halves. Two are cho
 forwards among scores at most a point below the best: `fair` on the choosing half, `oracle` on the reported half, which
 a user cannot know; a third one has the best score there. The preset is compared with each by paired bootstraps.
 
-Writes their rows on the reported half, and those of `summary`, to benchmarks/results/tune_*.json.
+Writes rows of these three on the reported half, and those of `summary`, to benchmarks/results/tune_*.json.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/batch_file.py prompts.jsonl answers.jsonl --model GSAI-ML/LLaDA-8B-Instruct --device cuda
     python examples/batch_file.py --tiny               # the small model inside the package: no download, no GPU
 
-`paradec generate --in prompts.jsonl --out answers.jsonl` is such a command; copy this file to add your own code.
+The command `paradec generate --in prompts.jsonl --out answers.jsonl` does this too; copy this file to add own code.
 """
 
 from __future__ import annotations

@@ -43,14 +43,14 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
 """{size: {model: numbers}}; a picture has `side` x `side` positions."""
 BRANCHES = {
     "DiT": [r"transformer_blocks\.\d+\.(attn1|ff)"],
-    # no module of a single-stream block computes its sum: proj_out is forecast, and its inputs are still computed
+    # no module returns a single-stream block's sum of branches: proj_out is forecast, its inputs are still computed
     "FLUX": [r"transformer_blocks\.\d+\.(attn|ff|ff_context)", r"single_transformer_blocks\.\d+\.(attn|proj_out)"],
     "Wan": [r"blocks\.\d+\.(attn1|attn2|ffn)"],
 }
 BRANCHES["digits"] = BRANCHES["DiT"]
 
 Attach = Callable[[nn.Module, str], contextlib.AbstractContextManager[Callable[[], Any]]]
-"""Function (transformer, name in `MODELS`) that returns a context in which a method accelerates the transformer. The
+"""Function (transformer, name in `BRANCHES`) that returns a context in which a method accelerates the transformer. The
 context yields a function to call before every run."""
 
 

@@ -197,7 +197,7 @@ def dinfer_rule(checkout: Path, task: dict[str, Any]) -> Callable[[], Any]:
 
 
 def rule_logits(vocab: int, rows: int, block: int, steps: int) -> list[torch.Tensor]:
-    """Draw logits [rows, block, vocab] of each step. Step i is confident of the i-th block / steps positions."""
+    """Draw logits [rows, block, vocab] of each step. Step i is confident of its own block // steps positions."""
     draw, logits_by_step = torch.Generator().manual_seed(0), []
     per_step = block // steps
     for step in range(steps):

@@ -2,7 +2,7 @@
 
     python examples/training/digits_lpd.py    # one thread; Ctrl-C at any time; the same command continues
 
-The packaged VQ autoencoder makes 7 x 7 codes out of 256 of an image. A random order is drawn for each image of a batch.
+The packaged VQ autoencoder encodes an image as 7 x 7 codes out of 256. Each image of a batch gets a random order.
 Half of the batches decode one code after the other: the network learns the distribution of a code given any other
 codes, which exact decoding in any order needs (`create("groups", lossless=True)`). The other half decodes groups of
 codes, as LPD does (Zhang et al., arXiv 2507.01957). One class in ten is dropped, for guidance. The model is written to

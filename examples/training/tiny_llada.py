@@ -100,7 +100,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerFast, example: Example) -> list[
 
 
 LENGTHS = {24: 0.5, 32: 0.25, 44: 0.15, 80: 0.1}
-"""Probability of each row length. Answers are extended to it with end tokens, so no batch has padding."""
+"""Probability of each row length. End tokens extend answers to the row's length, so no batch has padding."""
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Ids [B, L] of prompt, answer and end tokens; [B, L] bool, the positions to predict; [B, 1], the rows' weights."""
