@@ -45,7 +45,7 @@ class GroupedOptions(TyperCommand):
     """A command whose help lists its options in the sections of `options.SECTIONS`."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        # a prompt may be several words only so that missing quotes can be reported: the usage shows one word
+        # several words are accepted, only to report missing quotes around a prompt: the usage shows one word
         return [
             piece.removesuffix("...") if piece.startswith("[") else piece for piece in super().collect_usage_pieces(ctx)
         ]

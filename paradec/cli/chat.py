@@ -137,7 +137,7 @@ class Conversation:
                 print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
 
     def answer(self, text: str) -> None:
-        """Answer a turn and print the answer. A turn joins the conversation once it is answered."""
+        """Answer a turn and print the answer. With `history`, an answered turn joins the conversation."""
         turns = [*self.turns, {"role": "user", "content": text}]
         prefix_arguments = {"prefix": self.prefix, "keep_prefix": True} if self.history and self.can_reuse_turns else {}
         prefix_arguments["trace"] = True

@@ -113,7 +113,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def include(names: str, **defaults: Any) -> Callable[[Command], Command]:
-    """Add the options `names` of `SHARED` to a command, which gets them as `**keywords`. defaults: other defaults."""
+    """Add the options `names` of `SHARED` to a command, which gets them by keyword. defaults: replace theirs."""
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)

@@ -59,7 +59,7 @@ class Work:
     """Whether the cache is the default for model and sampler (`choose_cache`)."""
 
     def choose_cache(self) -> None:
-        """Set the default cache for model and sampler, or none for a sampler of a family that takes no cache."""
+        """If `uses_default_cache`, choose the cache for model and sampler; else drop it if the family takes none."""
         from paradec.api.defaults import choose_cache
 
         if self.uses_default_cache:

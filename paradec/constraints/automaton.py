@@ -15,7 +15,7 @@ MAX_TABLE_BYTES = 2**28
 
 
 class ConstraintSizeError(ValueError):
-    """A constraint whose tables take too much memory."""
+    """A constraint whose tables or compilation would exceed a limit of memory or time."""
 
 
 STRETCH = 2048

@@ -254,7 +254,7 @@ class ByteAutomaton:
 
 
 def byte_automaton(node: Node, after: str | None = None) -> ByteAutomaton:
-    """Build the minimal automaton of an expression over bytes. Raises ValueError if it is too large (`to_dfa`).
+    """Build the minimal automaton over the bytes of an expression's texts. Raises ValueError as `to_dfa`.
 
     after: a marker. Free bytes up to the first marker then precede the texts (automaton of Knuth, Morris and Pratt).
     """
@@ -326,9 +326,9 @@ def minimize(rows: list[Row], accept: list[bool]) -> Dfa:
         for state in changed:
             dirty.setdefault(label[state], []).append(state)
         changed = set()
-        for index, states in dirty.items():
+        for index, dirty_states in dirty.items():
             parts: dict[Any, set[int]] = {}
-            for state in states:
+            for state in dirty_states:
                 signature = list[int]()
                 for low, high, target in rows[state]:
                     following = label[target]
@@ -337,7 +337,7 @@ def minimize(rows: list[Row], accept: list[bool]) -> Dfa:
                     else:
                         signature += (low, high + 1, following)
                 parts.setdefault(tuple(signature), set()).add(state)
-            members[index].difference_update(states)
+            members[index].difference_update(dirty_states)
             pieces = sorted((part for part in (*parts.values(), members[index]) if part), key=len)
             members[index] = pieces.pop()
             for piece in pieces:

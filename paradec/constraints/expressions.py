@@ -105,7 +105,7 @@ def either(parts: Iterable[Node]) -> Node:
 
 
 def repeat(part: Node, min_count: int = 0, max_count: int | None = None) -> Node:
-    """Repeat a part `min_count` to `max_count` times (None: any number). Raises ValueError above `MAX_DFA_STATES`."""
+    """Repeat a part `min_count` to `max_count` times (None: no limit). ValueError: a count above `MAX_DFA_STATES`."""
     if max_count == 0 or part is EMPTY:
         return EMPTY
     if part is NEVER:

@@ -1,7 +1,7 @@
 """Grammars for causal models, by llguidance (the extra `grammar`).
 
 A token is allowed if some text of the grammar continues with it. A grammar has no finite list of states, so lengths and
-sums over texts are unknown. If only one text can follow, llguidance allows only the tokenizer's own tokens for it.
+sums over texts are unknown. If only one text can follow, llguidance allows only its tokenisation by the tokenizer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Vocabulary:
 
 
 def _make_tokenizer(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
-    """Convert the tokenizer for llguidance, cached. Raises ValueError if a token's text depends on its context."""
+    """Convert a tokenizer for llguidance, cached. Raises ValueError if a token's text is unknown or not always the same."""
     cache = _TOKENIZERS.setdefault(tokenizer, {})
     if (size, ends) not in cache:
         spelling = find_spelling(tokenizer)
@@ -153,6 +153,6 @@ class GrammarTexts:
         return bool(self._get_matcher((*tokens,)).is_accepting())
 
     def certain(self, state: Tokens, num_read: int) -> int | None:
-        """Return the only token that may follow; None if several may."""
+        """Return the token that must follow; None unless exactly one may follow."""
         tokens = np.flatnonzero(self.fits(state))
         return int(tokens[0]) if len(tokens) == 1 else None

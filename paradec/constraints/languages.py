@@ -87,7 +87,7 @@ def format_language(name: str) -> Dfa | None:
         if name == "date":
             return date
         return to_dfa(sequence((to_node(date), parse("T" + TIME))))
-    if name == "hostname":  # 8 labels of 30 characters: within the limits of 253 in all and 63 per label
+    if name == "hostname":  # at most 8 labels of 30 characters: DNS allows 253 in all and 63 per label
         return intersect(to_dfa(parse(r"(?:[^.]{1,30}\.){0,7}[^.]{1,30}")), to_dfa(parse(FORMATS[name])))
     return to_dfa(parse(FORMATS[name])) if name in FORMATS else None
 
@@ -143,13 +143,13 @@ def _below(value: float | int, or_equal: bool) -> Dfa:
 
 
 def at_most(value: float | int, is_strict: bool = False) -> Dfa:
-    """Texts of `PLAIN` for numbers <= `value`; if `is_strict`, < `value`, of at most 15 digits unless it is 0."""
+    """Texts of `PLAIN` for numbers <= `value`; if `is_strict`, < `value`, of at most 15 digits unless `value` is 0."""
     language = _below(value, not is_strict)
     return intersect(language, SHORT_DIGITS) if is_strict and value else language
 
 
 def at_least(value: float | int, is_strict: bool = False) -> Dfa:
-    """Texts of `PLAIN` for numbers >= `value`; if `is_strict`, > `value`, of at most 15 digits unless it is 0."""
+    """Texts of `PLAIN` for numbers >= `value`; if `is_strict`, > `value`, of at most 15 digits unless `value` is 0."""
     language = difference(PLAIN, _below(value, is_strict))
     return intersect(language, SHORT_DIGITS) if is_strict and value else language
 

@@ -33,7 +33,7 @@ class Marginals:
         self._open = [slot for slot, token in enumerate(tokens) if token is None]
         self._runs = _run_sums(automaton.runs, self.logits)
         self.has_invalid_logits = bool(np.isnan(self._runs[1]).any() or (self._runs[0] == np.inf).any())
-        """Whether a logit is NaN or +inf; if so, no method may be called."""
+        """Whether a logit of a token in `Runs.tokens` is NaN or +inf; if so, no method may be called."""
         if not self.has_invalid_logits:
             self.sums = self._reduce_to_classes(self._runs[1], passes.logsumexp)
             """[n, C] float64: log-probability of each class in each slot, plus the slot's constant (`norms`)."""

@@ -184,7 +184,7 @@ def completions(automaton: TokenAutomaton, tokens: list[int | None], last: np.nd
 
 
 def possible_classes(automaton: TokenAutomaton, tokens: list[int | None], first: int, last: np.ndarray) -> np.ndarray:
-    """[n, C] bool: classes with a token that fits into each slot, given `tokens` [n] (None: undecided)."""
+    """[n, C] bool: whether a token of a class fits into a slot, given `tokens` [n] (None: undecided)."""
     source, index, target = automaton.edges.T
     completable = completions(automaton, tokens, last)
     allowed, states = np.zeros((len(tokens), automaton.classes), bool), np.zeros(automaton.states, bool)

@@ -121,7 +121,7 @@ SCALARS = {
 
 
 def restrict(kind: str, **facts: Any) -> tuple[Shape, ...]:
-    """Make one shape per type: `kind` has the given `Shape` fields (no shape without texts), other types are free."""
+    """Make a shape for each type: with the `Shape` fields `facts` for `kind` (none if no text is left), else free."""
     return (*(shape for shape in ANYTHING if shape.kind != kind), *make_shapes(kind, **facts))
 
 

@@ -150,7 +150,7 @@ _ALPHABET = {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, 
 
 
 MAX_NEXT_BYTES, MAX_PREFIXES = 8, 64
-"""Maximum number of next bytes inside a literal; literals from a state end once they have this number of prefixes."""
+"""Limits of literals: number of next bytes at each state inside, and of prefixes followed from each first state."""
 LITERAL_CONTEXTS = "", "\n", "a", '"'
 MAX_ENTRIES = 2**23
 """Maximum number of entries of all maps between states, including the maps of token prefixes."""
@@ -287,7 +287,7 @@ def _spell_literals(
         texts = sorted({text.decode() for entries in literals.values() for text, _ in entries})
     except UnicodeDecodeError:
         return None
-    if not all(bytes([byte]) in texts for texts in single_bytes for byte in range(0x21, 0x7F)):
+    if not all(bytes([byte]) in known for known in single_bytes for byte in range(0x21, 0x7F)):
         return None
     spellings = dict(zip(texts, encode(texts), strict=True))
     edges, ids, count = list[tuple[int, int, int]](), dict[Any, int](), int(offsets[-1])

@@ -314,7 +314,7 @@ def parse_constraint(name: str, value: Any) -> Any:
 
 
 def parse_one_constraint(name: str, value: Any, holes: Any = None) -> Constraint | None:
-    """Read a constraint, or None. Raises ValueError or TypeError for others. holes: the list with it, for messages."""
+    """Read a constraint or None. Raises ValueError or TypeError for others. holes: the whole list, for messages."""
     if value is None or isinstance(value, Constraint):
         return value
     if hasattr(value, "model_json_schema") or isinstance(value, Mapping) and "type" in value:

@@ -12,7 +12,7 @@ class BlockPolicy(Protocol):
     """Policy that cuts a sequence into blocks. A block always includes the first position that may be committed.
 
     With `reads_logits`, `open` returns the end of a range, the block's first step proposes tokens for the whole range,
-    and `cut` then returns the block's length. No token after the block is committed.
+    and `cut` then returns the block's length. Tokens beyond the block are not committed.
     An optional method `for_model(model)` returns the policy for a model."""
 
     reads_logits: ClassVar[bool] = False

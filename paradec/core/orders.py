@@ -151,7 +151,7 @@ def resolve_sizes(sizes: Sizes, cells: int, default: tuple[int, ...], name: str 
 
 def remaining_counts(size: int, steps: int) -> np.ndarray:
     """MAR's schedule: [steps + 1] int64, the number of undecided cells before each step, and a final 0. Step t leaves
-    floor(size cos(pi / 2 (t + 1) / steps)) cells undecided, but decides at least one."""
+    floor(size cos(pi / 2 (t + 1) / steps)) cells undecided, but every step decides at least one cell."""
     counts = [size]
     for step in range(steps - 1):
         planned = int(math.floor(size * math.cos(math.pi / 2 * (step + 1) / steps)))
@@ -338,7 +338,7 @@ class Order(Component):
         name = "steps" if "steps" in self.settings() else "sizes"
         if getattr(self, name, 0) is not None:
             raise ValueError(
-                f"steps={steps} has no meaning for {short_repr(self)}, which has its own groups: leave it out"
+                f"steps={steps} has no meaning for {short_repr(self)}, which has its own groups: leave out steps"
             )
         return replace(self, **{name: steps})
 

@@ -105,7 +105,7 @@ def embed_images(model: Any, rows: list[list[int]], inputs: Mapping[str, Any]) -
 
 def _read_tokenized(encoding: Mapping[Any, Any], attention_mask: Any) -> tuple[Any, Any]:
     """Read ids and attention mask from a tokenizer's output (BatchEncoding), as tensors or lists. Raises TypeError for
-    another mapping, ValueError for two masks."""
+    a mapping without ids, ValueError for two masks."""
     if "input_ids" not in encoding:
         hint = "; a message of a chat must be in a list" if {"role", "content"} <= {*encoding} else ""
         raise TypeError(f"prompt is a mapping without 'input_ids' (it has {sorted(map(str, encoding))}){hint}")

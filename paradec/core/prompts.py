@@ -36,7 +36,7 @@ class Prompts:
     starts: list[int]
     """Start of each row's last turn, for infilling."""
     copy_indices: list[int] | None = None
-    """For a part of a request's rows: number of equal rows before each row in the whole request; else None."""
+    """Set by `number_duplicates`: for each row, the number of equal rows before it in the whole request; else None."""
     images: list[Tensor | None] | None = None
     """For each row [number of image tokens, hidden size]: the embeddings of its image tokens; None without any."""
     joins_batch: bool = False
@@ -73,7 +73,7 @@ def check_rows(model: Any, rows: list[list[int]]) -> None:
 
 
 def align_right(tensor: Tensor, lengths: np.ndarray, fill: int | bool) -> Tensor:
-    """Move the first `lengths` [B] entries of each row [B, L] to its last columns, and `fill` the others."""
+    """Move the first `lengths` [B] entries of each row [B, L] to its last columns; the others get the value `fill`."""
     source = torch.arange(tensor.shape[1]) - (tensor.shape[1] - torch.as_tensor(lengths)).unsqueeze(1)
     return tensor.gather(1, source.clamp(min=0)).masked_fill(source < 0, fill)
 

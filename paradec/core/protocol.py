@@ -225,7 +225,7 @@ class Sampler(Component):
     unsupported: ClassVar[tuple[str, ...]] = ("order",)
     """Fields of `paradec.Request` that must have their default value."""
     request_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Defaults for fields of `paradec.Request` that replace the class's defaults."""
+    """Defaults for fields of `paradec.Request`, instead of the defaults of `Request` itself."""
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         check_class("sampler", cls)

@@ -89,7 +89,7 @@ class WindowQuery(Query):
     origin: Tensor | None = None
     """[R, 1] int64: end of each row's prompt, for models that count blocks from the prompt's end; else None."""
     decided_at: Tensor | None = None
-    """[R, Q] int64, for models with `reads_order`: step of the row that decided each position; -1 at prompt and
+    """[R, Q] int64, for models with `reads_order`: the row's step that decided each position; -1 at prompt and
     undecided positions."""
     attention: Any = None
 

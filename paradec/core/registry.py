@@ -66,9 +66,9 @@ class Registry:
         self.by_kind.setdefault(kind, self)
 
     @classmethod
-    def from_stub(cls, kind: str, package: str, **names: str) -> Self:
-        """Register the classes of a package's classes.pyi under their module names, or under `names` (class=name)."""
-        modules = read_stub(Path(package).with_name("classes.pyi"))
+    def from_stub(cls, kind: str, file: str, **names: str) -> Self:
+        """Register the classes in the classes.pyi next to `file`, by their module names or by `names` (class=name)."""
+        modules = read_stub(Path(file).with_name("classes.pyi"))
         return cls(
             kind, {names.get(key, module.rpartition(".")[2]): f"{module}:{key}" for key, module in modules.items()}
         )

@@ -169,7 +169,7 @@ class Rollout:
 
 
 def request_settings(request: Any, model_settings: dict[str, Any]) -> dict[str, Any]:
-    """Add a request's non-default fields to the `MODEL_SETTINGS` of `model_settings`; `repr` replaces other data."""
+    """Add a request's non-default fields to the `MODEL_SETTINGS` of `model_settings`, as JSON data or as texts."""
     settings = {name: model_settings[name] for name in MODEL_SETTINGS}
     for name, value in request.changes().items():
         try:

@@ -165,7 +165,7 @@ def _exchange(owner: Any, slots: np.ndarray, other: Any, added_columns: int) -> 
 
 
 def _exchange_values(values: Any, index: np.ndarray, new: Any, layout: RowLayout) -> Any:
-    """Replace entries `index` of the row axis by `new`, which may be smaller along other axes. None is the fill."""
+    """Replace entries `index` of the row axis by `new`, which may be smaller along other axes, or by the fill."""
     region: list[Any] = [slice(None)] * values.ndim
     for axis in range(values.ndim) if new is not None else ():
         if axis != layout.axis:

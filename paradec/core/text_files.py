@@ -106,7 +106,7 @@ def read_json(file: str | os.PathLike[str]) -> Any:
 
 
 def json_bytes(data: Any, indent: int | None = None) -> bytes:
-    """Encode data as a line of JSON in UTF-8, with lone surrogates escaped. Raises TypeError or ValueError."""
+    """Encode data as JSON in UTF-8, with a line end and escaped lone surrogates. Raises TypeError or ValueError."""
     return (json.dumps(data, indent=indent, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 

@@ -156,7 +156,7 @@ class Trace:
         return len(self.canvas) or max([len(self.images or ()), *(len(step.forwarded) for step in self.steps)])
 
     def to_fill(self, row: int) -> list[Span]:
-        """Spans to fill in a row. Without `filled` and `family`, the spans that the steps wrote."""
+        """Spans to fill in a row. If neither `filled` nor `canvas` shows them, the spans that the steps wrote."""
         if self.filled is not None:
             return [(start, stop) for start, stop in self.filled[row]]
         if not self.canvas:
