@@ -71,7 +71,7 @@ class _Vocabulary:
 
 
 def _make_tokenizer(tokenizer: Any, size: int, ends: tuple[int, ...]) -> Any:
-    """Convert a tokenizer for llguidance, cached. Raises ValueError if a token's text is unknown or not always the same."""
+    """Convert a tokenizer for llguidance, cached. ValueError: a token's text is unknown or depends on its context."""
     cache = _TOKENIZERS.setdefault(tokenizer, {})
     if (size, ends) not in cache:
         spelling = find_spelling(tokenizer)
