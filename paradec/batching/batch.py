@@ -154,7 +154,7 @@ class Batch:
                 `put` gets the prompt, then ids [1, n] once they and all ids before them are final. `step` calls the
                 streamer; an exception of the streamer ends only this prompt.
             on_done: called with the ended ticket, after the step and in its thread. It may call all methods of the
-                batch, including `step` and `close`. If it raises, `step` first calls the other tickets' `on_done`.
+                batch, including `step` and `close`. `step` raises its error after calling the other tickets' `on_done`.
             id: the caller's name of the prompt, for `Ticket.id` and `Output.id`.
             cache_salt: a text; only prompts with the same salt share keys and values.
             alone: True draws the same numbers as `generate` with only this prompt, even if equal prompts came before.

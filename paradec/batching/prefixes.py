@@ -102,7 +102,7 @@ class Prefixes:
         return num_shared > self.tree.count(tokens, scope)
 
     def _count_common(self, tokens: list[int], candidate: Ticket, scope: Hashable, state: Any) -> int:
-        """Count the leading tokens shared with another prompt, in whole blocks."""
+        """Count the leading tokens shared with another prompt, in whole blocks; 0 if that prompt has another scope."""
         block, other_tokens, count = self.tree.block, candidate.prompts.rows[0], 0
         if sharing_key(state, candidate) != scope:
             return 0

@@ -149,7 +149,7 @@ class Queue:
 
 
 class Group(Generic[S]):
-    """Rows that share model calls: the slots of one state. model: the batch's model, `shared`, or a copy of it."""
+    """Rows that share model calls: the slots of one state. model: `shared`, which is the batch's model, or a copy."""
 
     def __init__(self, key: Any, sampler: Any, state: S, row_bytes: int, model: Any, shared: Any):
         self.key, self.sampler, self.row_bytes = key, sampler, row_bytes
@@ -190,7 +190,7 @@ class Group(Generic[S]):
         """Release resources after the last row."""
 
     def make_room(self, max_slots: int, num_waiting: int, width: int, num_free: int = 1) -> None:
-        """Make `num_free` free slots of `width` columns, more for `num_waiting` tickets, at most `max_slots` in all."""
+        """Make `num_free` slots of `width` columns free; a resize adds more for `num_waiting`, up to `max_slots`."""
         num_slots, new_width = len(self.tickets), self.columns_for(width)
         occupied = [slot for slot, ticket in enumerate(self.tickets) if ticket is not None]
         if len(occupied) + num_free > num_slots:
@@ -254,7 +254,7 @@ class DeviceGroup(Group["MaskedState"]):
             return self.rows.step()
 
     def commit(self, proposal: Any) -> None:
-        self.state.finish(np.flatnonzero(~proposal))
+        self.state.finish(np.flatnonzero(~proposal))  # of `DeviceRows.step`: which rows still run
 
     def sync(self, slots: np.ndarray) -> None:
         assert self.rows is not None

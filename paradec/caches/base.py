@@ -68,9 +68,9 @@ class CacheFacts:
     """Positions of the open block that every step evaluates: all ("block"), all undecided ("undecided"), some undecided
     ("some"), the sampler's preview ("picks"), or a set chosen earlier ("targets"). A step may evaluate more."""
     stateless: bool = True
-    """Whether a step depends only on the canvas and the block."""
+    """Whether the evaluated positions do not depend on earlier steps; the first step of a row or block may differ."""
     reads_final_only: bool = False
-    """Whether steps read keys and values of finished blocks only."""
+    """Whether the stored keys and values that a step reads are only those of finished blocks."""
     supports_suffix: bool = False
     """Whether the cache works with `paradec.Suffix`. Its parts must come from `full_parts`, `range_parts` and
     `subset_parts`, and it must remember nothing about positions after a block when the block closes."""
@@ -126,7 +126,7 @@ class Cache(Component):
         where `available` [R, W] bool."""
 
     def on_commit(self, state: Any, tokens: np.ndarray) -> None:
-        """Called once the window [R, W] holds `tokens`, before steps are counted and blocks move."""
+        """Called when the window [R, W] has got `tokens`, before the step is counted and blocks move."""
 
 
 def make_single_part(state: Any, index: np.ndarray) -> list[Part] | None:

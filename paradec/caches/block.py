@@ -17,7 +17,7 @@ from paradec.caches.stored import RangeCache
 class BlockCache(RangeCache):
     """Evaluate the prompt and the open block in a row's first step, and only the block in later steps. Exact, since no
     block sees a later block. The next block's first step evaluates the filled block once more, with its final tokens;
-    the public codes use a separate forward. These are the model's blocks; the request's blocks may be smaller. On
+    the public codes use a separate forward. "Block" here is the model's; a request's blocks may be smaller. On
     "causal_context" models a separate call stores a full block and also predicts the next block's first token."""
 
     name = "block"

@@ -1,4 +1,4 @@
-"""Cost of a cache: counts for `Output.cost`, and advice if the cache saved nothing."""
+"""Cost of a cache: counts for `Output.cost`, and advice if the cache saved little."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paradec.caches.base import Cache
 MAX_SHARE = 0.9
 """`advice` calls a cache not worthwhile if it evaluates at least this share of the positions."""
 MIN_CALLS = 4
-"""With fewer forwards per row, `advice` returns None."""
+"""If every row has fewer forwards, `advice` returns None."""
 MIN_POSITIONS = 64
 """On a CPU, gathering some positions of one row pays off from this row length on (benchmarks/caches.py)."""
 
@@ -65,7 +65,7 @@ class CacheCost:
 
 def why_not_worthwhile(cache: Cache, rows: int, positions: int, device: str = "cpu") -> str | None:
     """Return why a cache is not worthwhile for `rows` rows of at most `positions` positions and what to use instead, or
-    None. On a GPU, kernel launches and weight reads limit calls for one row, whatever its length."""
+    None. On a GPU, kernel launches and weight reads dominate calls for one row, whatever its length."""
     if not cache.gathers_positions or rows > 1 or (device != "cuda" and positions >= MIN_POSITIONS):
         return None
     return (

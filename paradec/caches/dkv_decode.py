@@ -25,8 +25,8 @@ class DkvDecode(SubsetCache):
     per row, and cache a position
 
     - "un_right": when it and its right neighbour are decided (Table 4: 77.71 on GSM8K);
-    - "un": when its right neighbour is decided (76.34; used in the paper's runs, whose batches need equal counts);
-    - "right": when it is decided (32.68). Undecided tokens may then lack logits; if all do, the whole row is evaluated.
+    - "un": when its right neighbour is decided (76.34; used in the paper's runs);
+    - "right": when it is decided (32.68). Masks may then get no logits; if all in the block do, the row is evaluated.
 
     Args:
         refresh_interval: steps between whole evaluations; None is 8 for models that predict in place, 4 for shifted
@@ -80,7 +80,7 @@ class DkvDecode(SubsetCache):
             return is_pair_stable
         is_right_stable[index, last] = True
         is_cached = is_right_stable if self.shift_type == "un" else is_stable
-        # the first step of a row caches only the prompt
+        # in a row's second step only the prompt is cached yet
         return np.where(state.row_step[rows, None] <= 1, is_pair_stable, is_cached)
 
     def is_stable(self, state: Any, rows: np.ndarray) -> np.ndarray:

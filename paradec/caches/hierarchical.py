@@ -29,6 +29,6 @@ class HierarchicalCache(BlockCache):
     def range(self, state: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         start, stop = super().range(state, rows)
         is_opening = state.block_step[rows] == 0
-        # the prompt's end may lie in the first small block's model block: evaluate it, too
+        # the prompt may end in the first small block's model block: evaluate that part, too
         needs_start = is_opening | (state.block_start[rows] == state.prompt_length[rows])
         return np.where(needs_start, start, state.block_start[rows]), np.where(is_opening, stop, state.block_end[rows])

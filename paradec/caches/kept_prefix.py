@@ -100,10 +100,10 @@ class KeptPrefix:
         if self._weights != fingerprint_weights(module):
             raise ValueError(f"prefix={self!r} was kept before the weights of {model.facts.name} changed or moved")
         if self.causal_keys != causal_keys:
-            sources = ("the attention of the model", "causal attention")
+            sources = ("the model's own attention", "causal attention")
             raise ValueError(
-                f"prefix={self!r} holds keys and values of {sources[self.causal_keys]}, and this sampler stores "
-                f"those of {sources[causal_keys]}: leave prefix out, or use the sampler that kept it"
+                f"prefix={self!r} holds keys and values of tokens under {sources[self.causal_keys]}, but this sampler "
+                f"stores those under {sources[causal_keys]}: leave prefix out, or use the sampler that kept it"
             )
         dtype = model.dtype if cache.store_dtype is None else getattr(torch, cache.store_dtype)
         if self.dtype not in (None, dtype):
@@ -195,7 +195,7 @@ def plan_reuse(
         branches: 2 under guidance. rows: prompt ids. starts: [B] int64, first undecided position.
         causal_keys: whether the sampler stores keys of causal attention, as in `KeptPrefix`.
 
-    Raises ValueError for an argument that does not fit the request.
+    Returns None if nothing is reused. Raises ValueError for an argument that does not fit the request.
     """
     check_bool("share_prefix", share)
     check_bool("keep_prefix", keep)

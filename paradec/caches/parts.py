@@ -30,7 +30,7 @@ def range_parts(
         column = np.arange(state.present.shape[1])
         is_present = state.present[state.window.rows[index]] & (column >= start[:, None]) & (column < stop[:, None])
         first, size = is_present.argmax(1), is_present.sum(1)
-        if (is_present.shape[1] - is_present[:, ::-1].argmax(1) - first > size).any():
+        if (is_present.shape[1] - is_present[:, ::-1].argmax(1) - first > size).any():  # with gaps
             return subset_parts(state, index, is_present, limit, multiple)
         if kind == "full" and (first + size < stop).any():
             kind = "rest"
@@ -68,7 +68,7 @@ def group_by_size(sizes: np.ndarray, exact: bool, limit: int = 3, waste: float =
     """Group rows by size, with little padding. Returns index arrays that partition range(R), widest group first.
 
     sizes: [R] int64 positions per row. exact: one group per size, for models that cannot be padded.
-    limit: maximum number of groups without `exact`. waste: groups are added while padding multiplies the number of
+    limit: maximum number of groups, unless `exact`. waste: groups are added while padding multiplies the number of
         positions by more than this."""
     if exact:
         return [np.flatnonzero(sizes == size) for size in np.unique(sizes)[::-1]]

@@ -18,7 +18,7 @@ class PrefixCache(RangeCache):
     """Evaluate the whole row in a block's first forward; in later forwards, the block and everything after it.
     Approximate for bidirectional models: the cached prefix does not see the block's tokens. Tokens from a block's last
     step are stored in the next block's first forward. Shifted models also evaluate the position left of the block,
-    which predicts the block's first token; the reference always commits that token from the full forward. On
+    which predicts the block's first token; the public code always takes it from the full forward. On
     block-causal models ranges are widened to the model's blocks."""
 
     name = "prefix"

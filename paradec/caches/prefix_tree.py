@@ -75,8 +75,8 @@ class PrefixTree:
         return len(path) * self.block, layers
 
     def add(self, tokens: Sequence[int], layers: Layers, start: int = 0, scope: Hashable = None) -> int:
-        """Add the missing whole blocks of `tokens`, up to the first block with NaN or infinite values; return the
-        number of tokens added. layers: keys and values from position `start` on; earlier ones must be in the tree."""
+        """Add missing whole blocks of `tokens`, up to the budget or a block with NaN or infinite values; return how
+        many tokens were added. layers: keys and values from position `start` on; earlier ones must be in the tree."""
         path = self._path(tokens, scope)
         self._touch(path)
         first, count = len(path), len(tokens) // self.block
@@ -103,7 +103,7 @@ class PrefixTree:
         self._roots, self._leaves, self._empty, self.nbytes = {}, {}, {}, 0
 
     def _path(self, tokens: Sequence[int], scope: Hashable) -> list[_Node]:
-        """Find the nodes of the leading blocks of `tokens`."""
+        """Find the nodes of the leading blocks of `tokens` that are stored."""
         node, path = self._roots.get(scope), []
         for start in range(0, len(tokens) - self.block + 1, self.block):
             node = None if node is None else node.children.get(tuple(tokens[start : start + self.block]))

@@ -93,9 +93,9 @@ class KeyValueStore(Cache):
         return self
 
     def visible(self, query: Query) -> tuple[Tensor | None, Tensor]:
-        """Return the bound query's attention mask, without the topology's, and the positions of its `K` keys. The mask
-        is [R, 1, Q or 1, K] bool, or None if all keys are seen. The positions are [R or 1, K] int64: the visible slots,
-        then the call's columns if `side_by_side`."""
+        """Return the bound query's attention mask (without that of the topology), and the positions of its `K` keys.
+        The mask is [R, 1, Q or 1, K] bool, or None if all keys are seen. The positions are [R or 1, K] int64: the
+        visible slots, then the call's columns if `side_by_side`."""
         call = self._bound_call()
         num_visible = call.visible_length
         keys = torch.arange(self.start, self.start + num_visible, device=query.positions.device).unsqueeze(0)
@@ -152,7 +152,7 @@ class KeyValueStore(Cache):
         return torch.cat((stored, in_call), -1)[:, None]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write [R, kv_heads, Q, head_dim] at the bound slots; return [R, kv_heads, K, head_dim] for attention."""
+        """Write [R, kv_heads, Q, head_dim] at the bound slots, if any; return [R, kv_heads, K, head_dim] to read."""
         if layer_idx not in self.layer_keys:
             self._allocate(key_states, value_states, layer_idx)
         call, outputs = self._bound_call(), []
@@ -187,7 +187,7 @@ class KeyValueStore(Cache):
         """Fill the first `counts` [rows] slots of each row from the rows `source` [rows] of a prefix."""
         index, width, device = torch.as_tensor(source), int(counts.max()), self.token_at_write.device
         for layer, pair in prefix.layers.items():
-            # [rows, kv_heads, N, head_dim], the layout of transformers
+            # [rows, kv_heads, width, head_dim], the layout of transformers
             keys, values = (part.index_select(0, index.to(part.device))[:, :width].transpose(1, 2) for part in pair)
             self._allocate(keys, values, layer)
             self.layer_keys[layer][:, :width] = keys.transpose(1, 2)

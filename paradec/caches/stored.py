@@ -17,7 +17,7 @@ STORE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class StoredCache(Cache):
-    """A cache that evaluates some rows whole (a refresh), and a part of the other rows.
+    """A cache that evaluates some rows whole (a refresh), and only some positions of each other row.
 
     Args:
         store_dtype: of keys and values, one of `STORE_DTYPES`; None is the model's own.
@@ -125,5 +125,5 @@ class ChangeLog:
         return self.canvas[rows] == self.mask_id
 
     def is_stable(self, state: Any, rows: np.ndarray, delay: int = 1) -> np.ndarray:
-        """Find positions that are decided and have not changed for more than `delay` steps: [N, L] bool."""
+        """Find positions that are decided and did not change in the last `delay` steps: [N, L] bool."""
         return ~self.undecided(rows) & (self.changed_at[rows] < state.row_step[rows, None] - delay)

@@ -91,7 +91,7 @@ class Suffix:
         if isinstance(value, Mapping):
             names = [f.name for f in fields(cls)]
             if not set(value) <= set(names):
-                raise ValueError(f"its settings are {', '.join(names)}")
+                raise ValueError(f"the settings of a suffix are {', '.join(names)}")
             return value
         if isinstance(value, int) and not isinstance(value, bool):
             return {"window": value}

@@ -32,7 +32,7 @@ class Verdict:
 
     status: str
     why: str = ""
-    """Why the combination is refused, or when it is exact."""
+    """Why the combination is refused, or when an approximate one is exact."""
 
 
 def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdict:
@@ -41,7 +41,7 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     sampler: a sampler or its class. facts: the model's `topology`, `prediction`, `whole_blocks` and `name`.
     stores: whether the model supports a key/value store."""
     if sampler.family != "masked":
-        return Verdict(REFUSED, f"it is of family {sampler.family!r}, with its own store; caches are for 'masked'")
+        return Verdict(REFUSED, f"samplers of family {sampler.family!r} have their own store; caches are for 'masked'")
     if (reason := sampler.needs.why_unsupported(facts)) is not None:
         return Verdict(REFUSED, reason)
     if sampler.needs.mask_probes and facts.prediction != "same":
@@ -64,25 +64,25 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(REFUSED, f"the cache needs a model that predicts in place ('same'); {facts.name} does not")
     if cache.facts.evaluates == "picks" and not sampler.needs.previews:
         return Verdict(
-            REFUSED, "the cache must know the positions to commit before the forward; this sampler decides after it"
+            REFUSED, "the cache must know a step's positions before the forward; this sampler chooses them after it"
         )
     if cache.facts.evaluates == "targets" and not hasattr(sampler, "targets"):
-        return Verdict(REFUSED, "the cache evaluates positions that the sampler chose earlier; use sampler 'recap'")
+        return Verdict(REFUSED, "the cache needs a sampler that chooses positions in advance: use sampler 'recap'")
     if sampler.needs.decided_logits and cache.facts.evaluates != "block":
         return Verdict(
-            REFUSED, "the sampler reads decided positions again, and the cache does not evaluate them; use 'dual'"
+            REFUSED, "the sampler reads logits of decided positions, which the cache does not evaluate: use 'dual'"
         )
     if sampler.needs.moves and not cache.facts.stateless:
-        return Verdict(REFUSED, "the sampler moves tokens, and the cache records when positions change; use 'block'")
+        return Verdict(REFUSED, "the sampler moves tokens, but the cache tracks changes by position: use 'block'")
     if facts.whole_blocks and not cache.facts.reads_final_only:
-        return Verdict(REFUSED, f"{facts.name} chooses experts for whole blocks, which the cache cuts; use 'block'")
+        return Verdict(REFUSED, f"{facts.name} chooses experts for whole blocks; the cache cuts these: use 'block'")
     if sampler.needs.stores_final and not cache.facts.reads_final_only:
-        return Verdict(REFUSED, "the sampler stores only finished blocks, and the cache reads more; use 'block'")
+        return Verdict(REFUSED, "the sampler stores only finished blocks; the cache also reads other keys: use 'block'")
     if sampler.needs.multi_step and not cache.facts.stateless and not cache.exact_for(facts.topology):
         return Verdict(
             REFUSED,
-            "the sampler puts several steps in one call, and the cache's values depend on the number of calls; use "
-            "'dual', 'prefix' or 'block'",
+            "the sampler runs several steps in one call, with the result of single steps; what this cache evaluates "
+            "depends on the number of earlier calls: use 'dual', 'prefix' or 'block'",
         )
     if cache.exact_for(facts.topology):
         return Verdict(EXACT)
@@ -100,7 +100,7 @@ def prefix_verdict(cache: Any, facts: Any) -> Verdict:
             REFUSED, "a stored prefix may end within a block, because blocks begin where a row's prompt ends"
         )
     if facts.topology == "block_causal":
-        return Verdict(EXACT) if cache.exact_for(facts.topology) else Verdict(APPROXIMATE, "like the cache")
+        return Verdict(EXACT) if cache.exact_for(facts.topology) else Verdict(APPROXIMATE, "the cache is approximate")
     return Verdict(APPROXIMATE, "the prefix was evaluated without later tokens; exact when the model has one layer")
 
 
@@ -174,12 +174,12 @@ def make_cache(request: Any, sampler: Any, model: Any, blocks: BlockPolicy) -> C
             raise ValueError(f"cache={cache.name!r} does not work with sampler {sampler.name!r} here: {result.why}")
     if cache.facts.evaluates == "picks" and getattr(blocks, "reads_logits", False):
         raise ValueError(
-            f"cache={cache.name!r} does not work with blocks={short_repr(blocks)}: it chooses the positions to "
-            "commit before the forward whose logits end a block; use paradec.FixedBlocks or another cache"
+            f"cache={cache.name!r} does not work with blocks={short_repr(blocks)}: positions must be chosen before the "
+            "forward, and a block's end depends on the forward's logits; use paradec.FixedBlocks or another cache"
         )
     if cache.facts.evaluates == "picks" and request.rng == "reference" and request.temperature > 0:
         raise ValueError(
-            f"cache={cache.name!r} chooses the positions to commit before tokens are drawn, but rng='reference' draws "
-            "the tokens first from the same stream: use temperature=0 or rng='counter'"
+            f"cache={cache.name!r} needs positions before the forward, but rng='reference' draws tokens first "
+            "and then positions, from one stream: use temperature=0 or rng='counter'"
         )
     return cache

@@ -73,7 +73,7 @@ def count_blocks(steps: int, policy: BlockPolicy, starts: np.ndarray, lengths: n
 
 def check_steps(steps: int, counts: np.ndarray, parts: str, is_whole_batch: bool = True) -> None:
     """Raise ValueError if `steps` cannot be spread evenly over the `counts` [B] parts ("blocks" or "canvases") of each
-    row. Uneven steps are allowed if counts differ between rows. is_whole_batch: False if more rows may join."""
+    row. Uneven steps are allowed if rows have different counts or, with is_whole_batch=False, if more may join."""
     count = int(counts.max())
     if steps % count and is_whole_batch and (counts == count).all():
         raise ValueError(f"steps={steps} must be a multiple of the number of {parts} ({count})")

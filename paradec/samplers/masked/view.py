@@ -189,7 +189,7 @@ class StepDecision:
     selected: Tensor
     """[R, W] bool: positions to write."""
     filled: Tensor
-    """[R, W] bool: newly decided positions. With `revise`, int64: 1 at them, -1 where a token is taken back, else 0."""
+    """[R, W] bool: newly decided positions. With `revise` int64: 1 where decided, -1 where taken back, else 0."""
     hold_block: Tensor | None = None
     """[R] bool: rows whose full block stays open."""
     logprobs: StepLogProbs | None = None

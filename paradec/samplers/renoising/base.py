@@ -145,7 +145,7 @@ class CanvasSampler(Sampler):
             raise ValueError("the model must set `soften` in the query of the canvases, as models with canvases do")
         positions = state.positions(rows)
         if state.suppressed is not None:
-            logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: large, only for this step
+            logits.index_fill_(-1, state.suppressed, -torch.inf)  # in place: only this step reads them
         if state.request.holes_eos_inf and len(state.ends):
             exclude_ends(state, logits, positions < state.index(state.answer_start[rows]).unsqueeze(1))
         if (controls := state.features.get("controls")) is not None:

@@ -22,7 +22,7 @@ class DiffusionGemma(CanvasSampler):
     Args:
         entropy_bound: in nats; None uses the value in the model's generation_config.json, or 0.1.
         max_denoising_steps, t_min, t_max, stability_threshold, confidence_threshold: as in transformers, see
-            `CanvasSampler`. (transformers stops no canvas early if either threshold is None; here early_stop=False.)
+            `CanvasSampler`. (transformers stops no canvas early if a threshold is None; here, set early_stop=False.)
     """
 
     entropy_bound: float | None = None

@@ -119,7 +119,7 @@ def assert_routed(llada22: Any, case: dict[str, Any], tensors: dict[str, Tensor]
 
 def test_partial_blocks_are_refused(llada22: Any) -> None:
     for request, message in (
-        ({"cache": "dual"}, "chooses experts for whole blocks, which the cache cuts; use 'block'"),
+        ({"cache": "dual"}, "chooses experts for whole blocks; the cache cuts these: use 'block'"),
         ({"sampler": "s2d2"}, "additional masks.*chooses experts for whole blocks"),
         ({"sampler": "freedave"}, "several drafts.*chooses experts for whole blocks"),
         ({"sampler": "self_speculative"}, "it chooses experts for whole blocks"),

@@ -72,7 +72,7 @@ def decode(
     poll_every: number of steps after which the host reads from the device. More than one saves waits, but may replay up
         to poll_every - 1 useless steps at every block's end.
     Raises ValueError for a request that the device-side step cannot serve, a state that has run steps, or `capture`
-    without a CUDA device; FloatingPointError and RuntimeError as `MaskedSampler.commit`, after writing other rows."""
+    without a CUDA device; NotCapturable; errors of `MaskedSampler.commit`, after the other rows are written."""
     check_bool("capture", capture)
     check_int("poll_every", poll_every, low=1)
     if capture and state.canvas.device.type != "cuda":

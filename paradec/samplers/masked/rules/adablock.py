@@ -20,7 +20,7 @@ class AdaBlock(MaskedSampler):
     a batch has its own blocks (the public code decodes one row).
 
     Args:
-        threshold: probability that a token must reach, in [0, 1]; 1 commits one token per step.
+        threshold: probability that a token must reach, in [0, 1]; 1 commits hardly more than one token per step.
         init_block_length, delimiter_threshold, delimiters, delimiter_match, window, min_block_length: the settings of
             `AdaptiveBlocks`. The defaults are the paper's values for LLaDA. Preset "dream" has those for Dream.
     """

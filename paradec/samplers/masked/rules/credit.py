@@ -43,7 +43,7 @@ class Credit(MaskedSampler):
 
     The defaults are those that third parties report for the paper's final version, except `threshold` (0.95 in it).
     Presets "dinfer" and "sglang" have the settings of these projects. Unlike this class, SGLang's code compares the
-    larger of the raw and the fused probability with the threshold, and a token that takes over a slot inherits credit.
+    larger of the raw and the fused probability with the threshold, and a token that takes over a slot gets its credit.
     """
 
     threshold: float = 0.9

@@ -28,8 +28,8 @@ class Recap(MaskGIT):
     that the group's steps commit together. The full step commits the first targets in this order, and each local step
     the next targets. The tokens of local steps are drawn from logits that depend on the group's earlier tokens.
 
-    With `cache="recap"`, local steps evaluate only the targets, with the keys and values of the full step. With another
-    cache, or none, the targets are the same and the logits of local steps are exact.
+    With `cache="recap"`, local steps evaluate only the targets, with the keys and values of the full step. With
+    `cache="none"` the targets are chosen in the same way, and the logits of local steps are exact.
 
     Args:
         local_steps: l, at least 0; 0 is `maskgit` with preset "maskgit-r". The paper's experiments have 1.

@@ -68,8 +68,8 @@ def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.nd
 
 
 def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """Count the masks that this step must fill so that later steps can fill the block with one mask each: [R] int64.
-    For methods with `Needs.moves`, only the last step must fill masks."""
+    """Compute the minimum of masks filled minus positions taken back in this step, so that one mask in each later step
+    fills the block: [R] int64, maybe negative. With `Needs.moves`, only the last step must fill masks."""
     steps_left: np.ndarray = max_block_steps(sampler, state, rows) - state.block_step[rows] - 1
     if sampler.needs.moves:
         return np.where(steps_left > 0, -LONGEST_BLOCK, state.remaining[rows])
@@ -80,7 +80,7 @@ def stable_tokens(
     sampler: Any, state: MaskedState, rows: np.ndarray, arrays: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """Return which rows hold their full block open ([R] bool; None: no row), and the window's tokens [R, W] for stop
-    rules: masks for this step's tokens (with `ends_with_block`, all) in blocks that stay open. arrays: of `to_host`."""
+    rules: in blocks that stay open, masks replace this step's tokens (`ends_with_block`: all). arrays: of `to_host`."""
     holds_block = arrays.get("hold_block")
     closes = state.remaining[rows] <= 0
     if holds_block is not None:

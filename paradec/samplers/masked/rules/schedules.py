@@ -19,7 +19,7 @@ def linear(masks_at_open: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np
 
 @lru_cache(maxsize=64)
 def _fractions(steps: int, eps: float) -> np.ndarray:
-    # float32 as in the reference: truncation in `time_grid` depends on the last bit
+    # float32 as in Dream's code: truncation in `time_grid` depends on the last bit
     times = torch.linspace(1, eps, steps + 1)
     return (1 - times[1:] / times[:-1]).numpy()
 
@@ -28,7 +28,7 @@ def time_grid(remaining: np.ndarray, step: np.ndarray, steps: np.ndarray, eps: f
     """Compute Dream's schedule: a share 1 - s/t of a row's undecided positions, rounded down, where s follows t in
     linspace(1, eps, steps + 1); in the last step, all. (The public code takes the batch's mean number.)"""
     share = time_share(step, steps, eps)
-    # float32 products as in the reference
+    # float32 products as in Dream's code
     return np.where(step >= steps - 1, remaining, (remaining.astype(np.float32) * share).astype(np.int64))
 
 
