@@ -49,7 +49,7 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
     if facts.topology == "causal_context" and (sampler.needs.multi_step or sampler.needs.mask_probes):
         return Verdict(
             REFUSED,
-            "the sampler puts steps in one call, but the model predicts a block's first token in the call before",
+            "the sampler puts several steps in one call, but a block's first token needs a separate call before them",
         )
     if not cache.facts.uses_store:
         return Verdict(EXACT)
