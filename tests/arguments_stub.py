@@ -19,7 +19,7 @@ def arguments_stub() -> str:
     for node in ast.walk(ast.parse((PACKAGE / "request.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import | ast.ImportFrom):
             if names := ", ".join(alias.name for alias in node.names if alias.name in used):
-                is_torch = isinstance(node, ast.Import)  # a group between the standard library and paradec
+                is_torch = isinstance(node, ast.Import)  # its line stands alone, after the standard library
                 lines += ["", f"import {names}", ""] if is_torch else [f"from {node.module} import {names}"]
     optional = {name: kind if re.search("(bool|None)$", kind) else f"{kind} | None" for name, kind in types.items()}
     for name, fields in {"Arguments": types, "ImageArguments": {name: optional[name] for name in IMAGE_FIELDS}}.items():

@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep one of eleven cases (at least one) of a `thinned` test, by its name; mark the others as `further`."""
+    """Mark all cases of a `thinned` test as `further` except every eleventh; the test's name selects the first."""
     cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("thinned") and not item.get_closest_marker("full"):
@@ -47,7 +47,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # every later `gc.collect()` skips the imported modules, which saves half a second
 
 
-FILTERED = {
+WITHOUT_FILTER = {
     ("llada-tiny", 64), ("dream-tiny", 72), ("LLaDAModelLM", 64), ("LlamaForCausalLM", 41), ("Qwen2ForCausalLM", 41),
     ("sdar", 32), ("Denoisers", 14),
 }  # fmt: skip
@@ -56,14 +56,14 @@ FILTERED = {
 
 @pytest.fixture(scope="session", autouse=True)
 def random_filters(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Register untrained filters for the models in `FILTERED`, so that every sampler runs with its defaults."""
+    """Register untrained filters for the models in `WITHOUT_FILTER`, so that every sampler runs with its defaults."""
     import torch
 
     from paradec import caches
     from paradec.samplers.masked.rules.learn2pd_filter import FEATURES, FilterFacts, register_filter, save_filter
 
     folder = tmp_path_factory.mktemp("filters")
-    for model, vocab_size in FILTERED:
+    for model, vocab_size in WITHOUT_FILTER:
         facts = FilterFacts("features", model, vocab_size, 32, tuple(caches.names()), threshold=0.96)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

@@ -224,7 +224,7 @@ UNREAD_FILES: dict[str, str] = {
 
 
 class Plugin:
-    """Runs only the tests of a family. Tests that fail outside a case, as with unreadable files, count as wrong."""
+    """Plugin of pytest that runs only a family's tests. A test that fails outside a case counts as a wrong case."""
 
     def __init__(self, tests: dict[str, str]):
         self.tests = tests
@@ -268,7 +268,7 @@ def why_not_compared(field: str) -> str:
 
 
 def report(folder: Path) -> bool:
-    """Print the unread fields and files, and the outcome of each case. Return whether no case is wrong."""
+    """Print unread fields, unread files and cases that differ or are refused; return whether the replay succeeded."""
     counts_by_field: dict[str, list[tuple[int, str]]] = {}
     for (subfolder, field), count in unread_fields(folder).items():
         counts_by_field.setdefault(field, []).append((count, subfolder))

@@ -150,7 +150,7 @@ def plain_fast_dllm(
 def plain_dkv(
     net: Net, mask: int, prompt: list[int], blocks: int, length: int, steps: int, interval: int
 ) -> tuple[Tensor, Calls]:
-    """dKV-Cache-Decode: tokens decided before the last call stay cached until the next full forward."""
+    """dKV-Cache-Decode: tokens decided before the previous call stay cached until the next full forward."""
     x, calls = torch.tensor(prompt + [mask] * (blocks * length)), []
     for block in range(blocks):
         end, known, store = len(prompt) + (block + 1) * length, x != mask, {}
@@ -284,7 +284,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def group_ratio(p: np.ndarray, q: np.ndarray, x: int, embed: np.ndarray, half: int, near: float, far: float) -> float:
-    """Return GSD's acceptance probability of draft x, which may exceed 1. Groups of ranks end at the last rank."""
+    """Return GSD's acceptance probability of draft x, which may exceed 1. Ranks below `half` have no group."""
     order = np.argsort(p, kind="stable")
     rank = int(np.flatnonzero(order == x)[0])
     if rank < half:

@@ -392,7 +392,7 @@ def test_random_requests_work_or_are_explained(llada: CallCounter, sampler: str,
 
 
 DECODED: set[Sampler] = set()
-"""Samplers that decoded at least once: most random requests are refused."""
+"""Samplers that have decoded once: equal samplers of later examples are not decoded again."""
 
 
 @pytest.mark.thinned

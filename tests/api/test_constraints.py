@@ -172,7 +172,7 @@ def test_impossible_markers_are_refused(family: str) -> None:
 
 
 def test_free_text_around_given_tokens() -> None:
-    """The answer ends the hole, within the budget. Budgets that the prompt's tokens exceed are refused."""
+    """The answer is the last part of the hole. Budgets that the prompt's tokens exceed are refused."""
     model, value = build_model("bidirectional"), paradec.Regex("[0-9]{2}", after="x", thinking_budget=2)
     ids = [[1, *[MASK] * 5, 3, *[MASK] * 4]]
     out = paradec.infill(model, input_ids=ids, constraints=[value, None])

@@ -34,7 +34,7 @@ from transformers import DynamicCache
 
 import paradec
 from paradec import Pick, Score, Span, YesNo
-from paradec.api import decide as rows
+from paradec.api.decide import build_steps
 from paradec.core import rng
 from paradec.models.cache_argument import cache_keyword
 from paradec.samplers.start import row_keys
@@ -323,7 +323,7 @@ def test_recorded_answers(name: str) -> None:
 
 
 def test_special_tokens_in_a_state_are_text() -> None:
-    [[(step, _)], _] = rows.build_steps(chat_model("bidirectional"), "a<|mask|>b<|end|>c", QUESTIONS["spam"], None)
+    [[(step, _)], _] = build_steps(chat_model("bidirectional"), "a<|mask|>b<|end|>c", QUESTIONS["spam"], None)
     assert step.row.count(CHAT_MASK) == 1 and step.row[step.position] == CHAT_MASK and step.row.count(CHAT_END) == 2
     assert CHAT_TOKENIZER.decode([token for token in step.row if token != CHAT_MASK]).count("<|mask|>") == 1
 

@@ -1,4 +1,4 @@
-"""The API in first use: lazy imports, kinds of prompts, the progress bar, `accelerate` by name, the logger."""
+"""Lazy imports, classes by name, kinds of prompts, the progress bar, `accelerate` by name, the silent logger."""
 
 import inspect
 import logging

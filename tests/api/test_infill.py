@@ -164,7 +164,7 @@ def test_end_tokens_are_excluded_from_holes_only(sampler: str) -> None:
 ROWS = [[1, 2, _, 3, 4, _, _, 5], [_, 6, 7, _, 8], [8, 9, 10, _, _, 11, 12, 13, 14, _, _, _, 15]]
 
 
-def with_end_tokens(model: Model) -> Model:
+def with_even_end_tokens(model: Model) -> Model:
     tokens = {*range(0, model.facts.vocab_size, 2), *model.facts.eos_token_ids}
     ends = tuple(sorted(tokens - {model.facts.mask_token_id}))
     copied = copy.copy(model)
@@ -173,7 +173,7 @@ def with_end_tokens(model: Model) -> Model:
 
 
 def check_no_ends_inside(model: Model, **request: Any) -> None:
-    ending, rows = with_end_tokens(model), [with_mask_ids(model, row) for row in ROWS]
+    ending, rows = with_even_end_tokens(model), [with_mask_ids(model, row) for row in ROWS]
     ends = torch.tensor(ending.facts.eos_token_ids)
     request = supported_fields(request.get("sampler", "threshold"), {"seed": 0, "temperature": 0.7, **request})
     out = paradec.infill(ending, rows, **request)
@@ -228,7 +228,7 @@ def test_other_requests_keep_end_tokens_out_of_holes(request_: dict[str, Any], d
 
 
 def test_reference_draws_keep_end_tokens_out_of_holes(model: Model) -> None:
-    ending = with_end_tokens(model)
+    ending = with_even_end_tokens(model)
     out = paradec.infill(ending, with_mask_ids(model, ROWS[0]), temperature=1.0, seed=0, rng="reference")
     assert not torch.isin(out.sequences[out.filled], torch.tensor(ending.facts.eos_token_ids)).any()
 

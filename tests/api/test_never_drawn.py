@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding import MASKED as MASKED_MASK
+from decoding import MASKED as READY_MASKED
 from decoding import fits, supported_fields, topology_of
 from engines import HostEngine
 from images import tiny_llamagen
@@ -238,7 +238,7 @@ MODELS = {
     "causal_context": ("causal_context", "same"),
     "causal": ("causal", "shifted"),
 }
-CAUSAL_MASK = [name for name in samplers.names() if samplers.get(name).family == "draft_verify" and name != "zipar"]
+CAUSAL_TEXT = [name for name in samplers.names() if samplers.get(name).family == "draft_verify" and name != "zipar"]
 """All but ZipAR, which decodes only images."""
 
 
@@ -264,7 +264,7 @@ def assert_no_mask(model: Model, sampler: Any, prompts: Any = PROMPTS, **request
 
 def masked_pairs() -> list[tuple[str, str]]:
     pairs = []
-    for index, name in enumerate(MASKED_MASK):
+    for index, name in enumerate(READY_MASKED):
         needs = samplers.get(name).needs
         kinds = [kind for kind in MODELS if kind != "causal" and fits(name, model_of(kind))]
         if needs.multi_step or needs.mask_probes:  # causal_context models refuse these samplers
@@ -283,7 +283,7 @@ def test_masked_samplers_never_write_the_mask(name: str, kind: str) -> None:
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("name", CAUSAL_MASK)
+@pytest.mark.parametrize("name", CAUSAL_TEXT)
 def test_causal_samplers_never_write_the_mask(name: str) -> None:
     model = model_of("causal")
     sampler = samplers.create(name, **({"drafter": model} if name == "speculative" else {}))

@@ -23,7 +23,7 @@ from paradec.samplers.causal.trees import DynamicTree
 
 PROMPTS = [[3], [2, 1], [4, 0, 1]]
 LONG = [0, 3, 1, 3, 2, 4, 2, 1, 1, 0, 3, 2]
-"""A second row that makes the canvas longer than the depth of any tree."""
+"""A further row, which makes the canvas longer than the depth of any tree."""
 NEGATIVE = [[1], [3, 2, 1], [0, 2], [4]]
 MAX_NEW = 6
 DEEP = (2, 1, 1, 1, 1, 1, 1, 1)

@@ -88,7 +88,7 @@ def test_a_failing_prompt_has_an_error_and_the_others_answers(tmp_path: Path) ->
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the output at a byte, resume, and compare with an uninterrupted job. every: whether at each byte."""
+    """Cut the output at a byte, resume, and compare with an uninterrupted job. every: at all bytes, else at some."""
     entries = [{"prompt": "Shuffle: pear fig apple", "id": "é\u2028\x85🦊"}, "H\u2028llo", {"messages": CHAT, "id": 7}]
     source, full, out = write_prompts(tmp_path, entries), tmp_path / "complete.jsonl", tmp_path / "answers.jsonl"
     flags = ("--temperature", 1, "--batch", 2, "--max-new-tokens", 6, "--seed", 3)
@@ -106,7 +106,7 @@ def test_a_killed_job_resumes_to_the_same_lines(every: bool, tmp_path: Path, mon
         assert result.exit_code == 1 and out.read_bytes() == data, cut
         assert sorted((seen or [data])[-1].split(b"\n")) == sorted(data.split(b"\n")), cut
     parts = data.splitlines(keepends=True)
-    for first, second in ((2, 0), (1, 2), (2, 1)):  # two lines in another order, the second cut off
+    for first, second in ((2, 0), (1, 2), (2, 1)):  # two lines in another order, the second cut short
         out.write_bytes(parts[first] + parts[second][:-20])
         assert run("generate", "--in", source, "--out", out, "--resume", *flags).exit_code == 1
         assert out.read_bytes() == data

@@ -175,7 +175,7 @@ def test_the_packaged_model_solves_its_tasks() -> None:
 
 
 def test_methods_for_pipelines_are_listed() -> None:
-    """The list has one line for each, which says "approximate". A single name, in any case, shows its settings."""
+    """Every method has a line, "approximate" unless it is a sampler too. Its name in any spelling shows settings."""
     rows = {row.split("\t")[0]: row for row in ok("samplers").splitlines()}
     for name in METHODS:
         assert name in rows, name

@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_answers_equal_those_of_the_rounded_model(folder: Path, tmp_path: Path) -> None:
-    answer = ("--model", folder, "--quantization", "int8", "--max-new-tokens", 8)
-    result = run("generate", "w5 w6", "--raw", *answer, "--json")
+    options = ("--model", folder, "--quantization", "int8", "--max-new-tokens", 8)
+    result = run("generate", "w5 w6", "--raw", *options, "--json")
     model = paradec.load(folder, quantization="int8")
     expected = paradec.generate(model, "w5 w6", max_new_tokens=8, chat=False)
     assert result.exit_code == 0, result.output
@@ -39,7 +39,7 @@ def test_answers_equal_those_of_the_rounded_model(folder: Path, tmp_path: Path) 
     assert sizes == [2**20] * 3
     (tmp_path / "in.txt").write_text("w5 w6\n")
     files = ("--in", tmp_path / "in.txt", "--out", tmp_path / "out.jsonl", "--raw")
-    assert run("generate", *files, *answer).exit_code == 0
+    assert run("generate", *files, *options).exit_code == 0
     line = json.loads((tmp_path / "out.jsonl").read_text())
     assert (line["text"], line["settings"]["quantization"]) == (expected.text, "int8")
     assert "--out" in refused("generate", *files, "--resume", "--model", folder, "--max-new-tokens", 8)
@@ -56,10 +56,10 @@ def test_commands_have_the_option() -> None:
 
 
 def test_settings_are_written_in_parentheses() -> None:
-    answer = ("generate", "Sort: pear fig apple", "--json", "--quantization")
-    result = run(*answer, "int8(min_weights=1, activations=8)")
+    command = ("generate", "Sort: pear fig apple", "--json", "--quantization")
+    result = run(*command, "int8(min_weights=1, activations=8)")
     assert result.exit_code == 0, result.output
     model = paradec.load(quantization=Int8Config(min_weights=1, activations=8))
     assert json.loads(result.stdout)["text"] == paradec.generate(model, "Sort: pear fig apple").text
     assert "Int8Linear" in {type(part).__name__ for part in model.module.modules()}
-    assert "min_weights=0 must be" in refused(*answer, "int8(min_weights=0)")
+    assert "min_weights=0 must be" in refused(*command, "int8(min_weights=0)")

@@ -41,7 +41,7 @@ from paradec.models.adapter import Model
 pytestmark = pytest.mark.filterwarnings("ignore:cache=", "ignore:delimiters=")
 
 ROWS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [12] * 5, list(range(13, 37))]
-interpreter = pytest.mark.skipif(
+interpreted = pytest.mark.skipif(
     not has_triton() or torch.cuda.is_available() or not interpreting(),
     reason="needs triton with TRITON_INTERPRET=1, which conftest.py sets where there is no GPU",
 )
@@ -118,7 +118,7 @@ LISTS = [
     *(("torch", dtype, 8 * torch.finfo(dtype).eps, 61, 16, 4, 2) for dtype in TOLERANCE),
     *(("flex", torch.float32, 2e-6, *sizes) for sizes in SIZES[:2]),
     *(("flex", torch.float64, 1e-13, *sizes) for sizes in (SIZES[2], SIZES[4])),
-    *(pytest.param("triton", dtype, limit, 37, 16, 2, 1, marks=interpreter) for dtype, limit in TOLERANCE.items()),
+    *(pytest.param("triton", dtype, limit, 37, 16, 2, 1, marks=interpreted) for dtype, limit in TOLERANCE.items()),
 ]
 
 
@@ -241,7 +241,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             sparse_attention(wide, wide, wide, None, backend="triton", block_size=512)
 
 
-@interpreter
+@interpreted
 def test_kernel_attends_to_everything() -> None:
     query, key, value = random_tensors(1, 1, 1, 300, 12, torch.float32)
     expected, sums = reference_attention(query, key, value, torch.ones(1, 1, 300, 300, dtype=torch.bool), [300])
@@ -252,7 +252,7 @@ def test_kernel_attends_to_everything() -> None:
     assert (single - value[:, :, :1]).abs().max() < 1e-6
 
 
-@interpreter
+@interpreted
 @pytest.mark.parametrize("shares", [1, 2])
 def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
     from paradec.kernels.block_sparse import triton as kernels
@@ -276,7 +276,7 @@ def test_kernel_attends_from_a_window(monkeypatch: pytest.MonkeyPatch, shares: i
 
 
 @pytest.mark.thinned
-@interpreter
+@interpreted
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_kernel_finds_the_means(dtype: torch.dtype) -> None:
     query, key, _ = random_tensors(2, 2, 1, 37, 24, dtype)
@@ -474,7 +474,7 @@ def test_decoding_through_flex_attention() -> None:
     assert torch.equal(outs[0].sequences, outs[1].sequences) and outs[0].attention == outs[1].attention
 
 
-@interpreter
+@interpreted
 def test_decoding_through_the_kernels() -> None:
     model = tiny(1)
     model.module.float()

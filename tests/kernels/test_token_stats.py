@@ -125,8 +125,8 @@ def test_confident_tokens_keep_their_order_and_entropy() -> None:
     far[:, 20], far[:, 30] = -295.0, -296.0
     doubt = math.exp(-300.0) + math.exp(-301.0)
     entropy = doubt + 300 * math.exp(-300.0) + 301 * math.exp(-301.0)
-    stats = token_stats(far, path="chunked").entropy
-    torch.testing.assert_close(stats, torch.full_like(stats, entropy), rtol=1e-6, atol=0)
+    actual = token_stats(far, path="chunked").entropy
+    torch.testing.assert_close(actual, torch.full_like(actual, entropy), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("path", ["float64", "chunked"])
@@ -326,8 +326,8 @@ def test_kernel_with_extreme_logits(splits: int) -> None:
 def p_value(logits: Tensor, draw: Callable[[Tensor, Tensor], Tensor], p: Tensor, count: int) -> float:
     """Return the p-value of `count` draws from logits [V] against the distribution p [V]; rare tokens are pooled."""
     uniform = rng.uniform(torch.tensor([[3, 4]]), torch.tensor([0]), torch.arange(count).unsqueeze(0), 1, 0).flatten()
-    stats = torch.cat([draw(logits.expand(len(part), -1), part) for part in uniform.split(100)])
-    counts = stats.bincount(minlength=len(p))
+    tokens = torch.cat([draw(logits.expand(len(part), -1), part) for part in uniform.split(100)])
+    counts = tokens.bincount(minlength=len(p))
     assert (counts[p == 0] == 0).all()
     order = p.argsort(descending=True)
     num_frequent = int((p * count >= 20).sum())
@@ -353,8 +353,8 @@ def test_draws_have_their_distribution(filters: tuple[Any, Any], temperature: fl
             draws = FixedDraws(uniform, temperature)
             if filters == (None, None):
                 return token_stats(rows, fields=(), draws=draws).sample
-            stats = draw_filtered(rows, uniform, temperature, *filters)
-            return draw(filter_logits(rows / temperature, *filters).softmax(-1), uniform) if stats is None else stats
+            tokens = draw_filtered(rows, uniform, temperature, *filters)
+            return draw(filter_logits(rows / temperature, *filters).softmax(-1), uniform) if tokens is None else tokens
 
         is_fast = vocabulary == 700 or filters == (None, None)  # other draws take half a millisecond each
         assert p_value(logits, draw_tokens, p, count if is_fast else min(count, 10_000)) > 0.01 / 32
@@ -379,10 +379,10 @@ def count_different_draws(stats_of: Callable[..., TokenStats], logits: Tensor, c
     for _ in range(0, count, len(logits)):
         uniform = torch.rand(len(logits), dtype=torch.float64, generator=generator)
         exact = torch.searchsorted(total, (uniform.unsqueeze(-1) * total[:, -1:])).squeeze(-1)
-        stats = stats_of(logits, draws=FixedDraws(uniform, temperature)).sample
-        wrong = (stats != exact).nonzero().flatten()
-        assert (total[wrong, torch.minimum(stats, exact)[wrong]] - uniform[wrong]).abs().le(1e-6).all()
-        num_different += len(wrong)
+        actual = stats_of(logits, draws=FixedDraws(uniform, temperature)).sample
+        differs = (actual != exact).nonzero().flatten()
+        assert (total[differs, torch.minimum(actual, exact)[differs]] - uniform[differs]).abs().le(1e-6).all()
+        num_different += len(differs)
     return num_different
 
 
@@ -412,16 +412,16 @@ def test_draws_next_to_boundaries_equal_float64() -> None:
     for token, offset in ((100, 1e-10), (4_000, -1e-10), (7_003, 1e-10), (VOCABULARY - 2, -1e-10)):
         uniform = total[:, token] / total[:, -1] + offset
         expected = token + (offset > 0)
-        stats = token_stats(logits, fields=(), draws=FixedDraws(uniform, 0.7), path="chunked").sample
-        assert stats.tolist() == [expected] * 4
+        actual = token_stats(logits, fields=(), draws=FixedDraws(uniform, 0.7), path="chunked").sample
+        assert actual.tolist() == [expected] * 4
         alone = token_stats(logits[1:2], fields=(), draws=FixedDraws(uniform[1:2], 0.7), path="chunked").sample
         assert alone.tolist() == [expected]
     total = filter_logits(logits.double() / 0.7, 0.9, None).softmax(-1).cumsum(-1)
     allowed_ids = (total.diff(dim=-1) > 0)[2].nonzero().flatten() + 1
     for index in (100, 900, 2_000):
         uniform = total[2, allowed_ids[index]] / total[2, -1] + torch.tensor([1e-10, -1e-10], dtype=torch.float64)
-        stats = draw_filtered(logits[2].expand(2, -1), uniform, 0.7, 0.9, None)
-        assert stats is not None and stats.tolist() == [allowed_ids[index + 1], allowed_ids[index]]
+        actual = draw_filtered(logits[2].expand(2, -1), uniform, 0.7, 0.9, None)
+        assert actual is not None and actual.tolist() == [allowed_ids[index + 1], allowed_ids[index]]
 
 
 @runs_kernel

@@ -239,7 +239,7 @@ def chat_model() -> Any:
 
 DRAWN: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "seed": 1}
 ASCII = {"suppress_tokens": [token for token in range(VOCAB) if not WORDS.decode([token]).isascii()]}
-"""Suppress tokens that are parts of characters: their text depends on the tokenizer."""
+"""Suppress tokens that are parts of characters: their text depends on the neighbouring tokens."""
 
 
 def samplers_by_name(model: Any) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def rotate_halves(x: Tensor) -> Tensor:
 
 
 def rotation_by_cells(first: int, side: int) -> Callable[[Tensor], Tensor]:
-    """Return LlamaGen's rotation by rows and columns of cells. Position `first` is cell 0; earlier ones do not turn."""
+    """Return LlamaGen's rotation by rows and columns of cells. Position `first` is cell 0; earlier ones become 0."""
 
     def rotate(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2

@@ -60,7 +60,7 @@ def copy_checkpoint(name: str, tmp_path: Path) -> Path:
 
 
 def wide_folder(folder: Path, weights: dict[str, Tensor] | None = None, **changes: Any) -> Path:
-    """Write a random LLaDA or Dream, by default of width 256: quantized tensors need a multiple of it."""
+    """Write a random LLaDA or Dream, by default of width 256: some quantization types need a multiple of 256."""
     sizes = {"vocab_size": 300, "mask_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "rms_norm_eps": 1e-5}
     config = LLADA | {"d_model": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "mlp_hidden_size": 256} | sizes
     if changes.get("model_type") == "Dream":
@@ -393,7 +393,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def data_start(file: Path) -> int:
-    """Return the offset of the tensors' data: the last part of the file, each tensor padded to 32 bytes."""
+    """Return the offset of the tensors' data, which ends the file. Each tensor is padded to a multiple of 32 bytes."""
     tensors = gguf.read_gguf(str(file.parent), file.name, None).tensors.values()
     return file.stat().st_size - sum(-(-tensor.blocks.nbytes // 32) * 32 for tensor in tensors)
 

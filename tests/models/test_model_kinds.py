@@ -108,11 +108,11 @@ def test_every_entry_point_refuses_wrong_kinds_of_models(models: dict[str, Any],
         assert_refused(call, models[name], None, words, *allowed)
 
 
-WITHOUT_EMBEDDINGS = ("continuous image", "distilled image", "grouped image", "scale image", "latent")
+WITHOUT_PLAIN_QUERIES = ("continuous image", "distilled image", "grouped image", "scale image", "latent")
 """Kinds without plain queries: they work on latents, on scales, or only with a store."""
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if KINDS[name] not in WITHOUT_EMBEDDINGS])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if KINDS[name] not in WITHOUT_PLAIN_QUERIES])
 def test_embeddings_and_hidden_states_of_image_models(models: dict[str, Any], name: str) -> None:
     model = models[name]
     embeddings = model.token_embeddings()

@@ -161,10 +161,10 @@ def test_answers_have_the_distribution_of_the_model(
     assert pair_p_value(heads[1], heads[0], rows, temperature=temperature) > 0.001
 
 
-def rewrite(folder: Path, name: Callable[[str], str | None], change: Any = None, config: Any = None) -> Path:
+def rewrite(folder: Path, rename: Callable[[str], str | None], change: Any = None, config: Any = None) -> Path:
     source = PACKAGED / "mtp-1" / "model"
     weights = load_file(source / "model.safetensors")
-    actual = {new: tensor for old, tensor in weights.items() if (new := name(old)) is not None}
+    actual = {new: tensor for old, tensor in weights.items() if (new := rename(old)) is not None}
     stated = json.loads((source / "config.json").read_text()) | (config or {})
     if change is not None:
         change(stated, actual)

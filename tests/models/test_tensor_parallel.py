@@ -210,7 +210,7 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
     "dream-tiny": [*BIDIRECTIONAL, {"cache": "dual", "guidance_scale": 1.7}],
     "sdar": [{"cache": "none"}, {"cache": "dual"}, {"cache": "block"}],
 }
-"""Checkpoint -> requests. SDAR has no sparse ones, because SparseD needs full attention."""
+"""Checkpoint -> requests. None for SDAR has sparse attention, because SparseD needs bidirectional attention."""
 SHORT: dict[str, list[dict[str, Any]]] = {
     "llada-tiny": [FORMATS["llada-tiny"][index] for index in (1, 2, 4)],
     "dream-tiny": [FORMATS["dream-tiny"][index] for index in (0, 3, 4)],

@@ -172,7 +172,7 @@ def edit_flat(fields: dict[str, Any], dflash_fields: dict[str, Any] | None = Non
 
 
 def edit_nested(fields: dict[str, Any]) -> Callable[..., None]:
-    """Return a function that sets sliding windows in transformer_layer_config, and replaces outer optional fields."""
+    """Return a function that sets sliding windows in transformer_layer_config, and outer fields (by default absent)."""
 
     def change(config: dict[str, Any], weights: Any) -> None:
         config.pop("sliding_window_non_causal")

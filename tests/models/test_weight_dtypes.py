@@ -1,4 +1,4 @@
-"""Every loader refuses missing weights and weights without floating-point numbers, by name."""
+"""Every loader refuses missing weights and weights of unsupported dtypes, by name."""
 
 import copy
 import json

@@ -171,9 +171,9 @@ def top(scores: dict[int, float], n: int) -> set[int]:
 
 
 class Loop:
-    """A sampler's rule in plain Python. `open` begins a block with these positions.
+    """A sampler's rule in plain Python. `open(positions)` begins a block.
 
-    step(z, n): z maps undecided positions to logits, n is the step's quota; returns position -> committed token."""
+    `step(z, n)` returns position -> committed token. z: undecided position -> logits. n: the step's quota."""
 
     def __init__(self, **settings: object):
         self.__dict__ |= samplers.create(self.name).to_dict() | settings
@@ -342,7 +342,7 @@ def select_by_rule(name: str, settings: dict, scores: dict[int, float], step: in
 def decode_combination(
     model: Model, prompt: list[int], union: bool, rules: list[tuple[str, dict]], new: int, steps: int
 ) -> list[set[tuple[int, int, float]]]:
-    """Return each step's (position, token, first rule's score). union: of the rules' positions, not intersection."""
+    """Return each step's (position, token, first rule's score). union: commit the rules' union, else intersection."""
     canvas, commits = prompt + [MASK] * new, []
     while MASK in canvas:
         with torch.inference_mode():
@@ -365,7 +365,7 @@ def decode_combination(
 def adaptive_length(
     tokens: list[int], confidence: list[float], new: int, remaining: int, policy: AdaptiveBlocks, available: list[bool]
 ) -> int:
-    """Return a block's length by AdaBlock's formula. The lists begin at the block; `remaining` positions follow."""
+    """Return a block's length by AdaBlock's formula. Lists begin at the block. remaining: positions left for it."""
     best = None
     for i in range(min(int(policy.window * new), remaining)):
         if available[i] and tokens[i] in policy.delimiters and (best is None or confidence[i] > confidence[best]):
@@ -684,8 +684,8 @@ def decided_share(decided: list[bool], center: int, sigma: float) -> float:
 def d2_positions(state: Any, row: int, confidence: dict, last: set[int], k: int, sigma: float, w: int) -> set[int]:
     """Return the positions of a row that the next step evaluates, by D2Cache's rule.
 
-    confidence: position -> confidence, by default 1. last: positions that are always evaluated. k: number of masks.
-    sigma: width of the Gaussian of `decided_share`. w: gaps of at most w positions are filled."""
+    confidence: position -> confidence, by default 1. last: positions that are always evaluated. k: number of masks to
+    evaluate. sigma: as in `decided_share`. w: positions between two that are at most w apart are evaluated too."""
     canvas, length = state.canvas[row].tolist(), int(state.length[row])
     canvas, start, end = canvas[:length], int(state.block_start[row]), int(state.block_end[row])
     masks = [p for p in range(length) if canvas[p] == MASK]

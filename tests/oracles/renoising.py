@@ -15,7 +15,7 @@ from paradec.models.cache_argument import cache_keyword
 from paradec.samplers.start import row_keys
 
 Keep = Callable[[Tensor, Tensor, int], Tensor]
-"""(distribution [C, vocabulary], free [C], step) -> the free positions that the step keeps [C], for a canvas of C."""
+"""(distribution [C, vocabulary], free [C], step) -> whether the step keeps each position [C]. C: canvas length."""
 
 
 def entropy_bound(bound: float) -> Keep:

@@ -75,7 +75,7 @@ INF = math.inf
 
 
 def view_from_scores(scores: Tensor) -> View:
-    """Return a view of scores [rows, positions], whose candidates are above -inf. Fields for other uses are None."""
+    """Return a view of scores [rows, positions], in which scores above -inf are candidates. Other fields are None."""
     rows, width = scores.shape
     used_fields = {
         "scores": scores,
@@ -168,7 +168,7 @@ class TensorRecorder:
 
 
 class Failing:
-    """A model that returns NaN, or raises `error`, for rows with `token`; after `calls` calls it raises `error` too."""
+    """A model that raises `error` (None: returns NaN) for rows with `token`. Call number `calls` + 1 raises it too."""
 
     def __init__(self, model: Model, token: int = -1, calls: int = -1, error: BaseException | None = None):
         self.model, self.token, self.calls_left, self.error = model, token, calls, error
@@ -192,7 +192,7 @@ class Failing:
 
 
 def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield every list, array and tensor in a nested value, with its path."""
+    """Yield (path, value) for every list, array and tensor in a nested value, except in facts, caches and the like."""
     if isinstance(value, (list, np.ndarray, Tensor)):
         yield path, value
     if isinstance(value, dict):

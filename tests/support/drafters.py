@@ -83,7 +83,7 @@ ROWS, NEW = 2000, 3
 
 
 def p_values(sampler: Any, base: Model, **request: Any) -> list[float]:
-    """Sample `ROWS` answers of `NEW` tokens to each of two prompts; return their p-values under the base model."""
+    """Sample `ROWS` answers of `NEW` tokens to each of two prompts; return each prompt's p-value under the base."""
     guided = request.get("guidance_scale", 1) != 1
     rows = [PROMPTS[:2][i % 2] for i in range(2 * ROWS)]
     if guided:
@@ -111,7 +111,7 @@ GRID = Grid(3, 3, image_ids=range(2, 8), row_end=8, head=(0,), tail=(9, 1))
 
 
 class RecordingModel:
-    """A table model that records the drafts it evaluates."""
+    """A table model that records the positions and tokens of its calls."""
 
     def __init__(self) -> None:
         self.model, self.calls = TableModel.random(10, seed=4), []

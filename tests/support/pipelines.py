@@ -196,7 +196,7 @@ def tiny_transformer(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any
 
 
 def denoise(module: nn.Module, inputs: dict[str, Any], steps: int = 12, calls: int = 1) -> Tensor:
-    """Denoise with Euler steps on the mean output of `calls` calls; later calls get a negated text embedding."""
+    """Denoise by Euler steps, each on the mean output of `calls` calls; all but the first get the negated text."""
     latent = inputs["hidden_states"].clone()
     with torch.no_grad():
         for i in range(steps):

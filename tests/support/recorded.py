@@ -271,7 +271,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def replays(argument: str, group: str = "") -> Callable[[Test], Test]:
-    """Decorate a test to record its outcome. argument: the one that is or names the case. group: the name's prefix."""
+    """Decorate a test to record its outcome under `group` + the name of the case that it gets as `argument`."""
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)

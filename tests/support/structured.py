@@ -156,7 +156,7 @@ def texts_behind_a_marker(case: dict[str, Any]) -> list[tuple[int, ...]]:
 
 
 def distribution(automaton: TokenAutomaton, p: Any, canvas: Canvas) -> tuple[dict[tuple[int, ...], float], float]:
-    """Return the probabilities of allowed texts under independent p [slots, vocabulary], and their unnormalized sum."""
+    """Return the probabilities of allowed texts if slots are independent (p [slots, vocabulary]), and their mass."""
     masses = {
         text: math.prod(p[slot][token] for slot, token in enumerate(text) if canvas[slot] is None)
         for text in texts_of(automaton, canvas)
@@ -172,7 +172,7 @@ def softmax(logits: Tensor) -> list[list[float]]:
 def constrained_distribution(
     automaton: TokenAutomaton, p_after: Callable[[tuple[int, ...]], list[float]], slots: int
 ) -> dict[tuple[int, ...], float]:
-    """Return the distribution of texts decoded token by token under a constraint. p_after: p after a prefix."""
+    """Return the distribution of texts decoded in order under a constraint. p_after: prefix -> next token's p."""
     masses: dict[tuple[int, ...], float] = {}
 
     def can_complete(state: int, num_tokens: int) -> bool:
@@ -214,7 +214,7 @@ def add_letter_tokenizer(model: Model, end: int) -> Model:
 
 
 def assert_constrained_decoding(sampler: Any, model: Model, pattern: str, slots: int, rows: int, **request: Any) -> Any:
-    """Assert that a causal model's greedy answers and distribution equal token-by-token decoding; return samples."""
+    """Assert that greedy answers and the samples' distribution equal token-by-token decoding; return the samples."""
     prompt, value = [3, 1, 2], paradec.Regex(pattern)
     ends, size = model.facts.eos_token_ids, model.facts.vocab_size
 

@@ -41,7 +41,7 @@ def byte_level_tokenizer(end: str = "<|end|>", text: str = TEXT) -> PreTrainedTo
 
 TOKENIZER = byte_level_tokenizer()
 VOCAB = len(TOKENIZER)
-PROMPT = 2
+PROMPT_LENGTH = 2
 
 
 class RecitingModule(nn.Module):
@@ -57,7 +57,7 @@ class RecitingModule(nn.Module):
         logits = torch.zeros(*ids.shape, VOCAB, dtype=torch.float64)
         for row, first in enumerate(ids[:, 0].tolist()):
             token_ids = torch.tensor(self.texts.get(first, []), dtype=torch.int64)
-            positions = torch.arange(PROMPT, min(ids.shape[1], PROMPT + len(token_ids)))
+            positions = torch.arange(PROMPT_LENGTH, min(ids.shape[1], PROMPT_LENGTH + len(token_ids)))
             logits[row, positions, token_ids[: len(positions)]] = 8 + 8 * self.confidence[positions]
         return logits
 

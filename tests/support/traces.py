@@ -91,7 +91,7 @@ def select_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, 
 
 
 def select_covering_traces(names: Iterable[str], together: int = 2, load: Callable = peek_trace) -> list[str]:
-    """Select a few of the traces that cover all combinations of `together` values of settings which occur in them.
+    """Select a few traces that together contain every combination of `together` setting values of all the traces.
 
     Model, batch size and method count as settings. The selection is greedy, by new combinations per forward."""
     covered, forwards = {}, {}
@@ -312,7 +312,7 @@ def decode(
     """Decode the prompts of a trace's cases; return paradec's and the reference's calls for each row.
 
     numbers: indices of the cases, None for all. alone: whether each case is decoded in a separate batch, as in the
-    reference. Otherwise rows of equal length without random numbers share a batch, which in float64 changes no row."""
+    reference. Otherwise rows of equal length that draw no random numbers share a batch: in float64 no row changes."""
     selected = select_cases(trace, numbers)
     names, cases = [name for name, _ in selected], [case for _, case in selected]
     settings = trace["settings"]
@@ -448,7 +448,7 @@ def assert_batches_move_together(rows: list[Row], block_length: int, exact: bool
 
 
 def insert_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
-    """Return the row's calls with an idle call after each call that fills a full block, as in some public code."""
+    """Return the row's calls with an idle call after each call that alone fills a block, as in some public code."""
     calls = []
     for block in row.blocks(block_length):
         calls += block
@@ -459,7 +459,7 @@ def insert_idle_calls(row: Row, block_length: int, dual: bool) -> list[Call]:
 
 
 def force_first_position(sampler: MaskedSampler) -> MaskedSampler:
-    """Return a copy of `sampler` whose first step in a block commits only the first position, as in public code."""
+    """Return a copy of `sampler` whose first step in a block commits only its first candidate, as in public code."""
 
     class FirstPositionFirst(type(sampler)):  # type: ignore[misc]
         def quota(self, state: MaskedState, rows: Any) -> Any:
@@ -485,7 +485,7 @@ def restrict_to_top_k(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, 
 
 
 class PrefixWithoutLeftPosition(PrefixCache):
-    """A prefix cache without the position left of the block, whose shifted logits predict the block's first token."""
+    """A prefix cache that does not evaluate the position left of the block, whose logits predict the first token."""
 
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> Any:
         start, stop = self.range(state, state.window.rows[chosen])
@@ -507,11 +507,11 @@ class Forward:
     positions: frozenset[int]
     commits: frozenset[tuple[int, int]]
     scores: dict[int, float] = field(default_factory=dict, compare=False)
-    """Position -> score; in paradec's calls of all candidates, in the reference's calls of committed positions."""
+    """Position -> score: in paradec's calls for all candidates, in the reference's only for committed positions."""
 
 
 def recorded_forwards(case: dict, block: int | None = None) -> list[Forward]:
-    """Return the reference's forwards. block: drop commits after blocks of this length, which fill ended rows."""
+    """Return the reference's forwards. block: length of blocks; drop commits beyond a step's first block (padding)."""
     forwards = []
     for step in case["steps"]:
         fed = {position for start, stop in step["fed"] for position in range(start, stop)}

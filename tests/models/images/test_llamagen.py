@@ -67,7 +67,7 @@ def recorded_model(recorded: dict[str, Tensor], condition: str) -> tuple[LlamaGe
 
 
 def window(prompts: list[list[int]], ids: Tensor, start: int, stop: int, step: int = 0) -> Query:
-    """Build a query over a store for image tokens `start` to `stop`. start=-1 adds the prompts, of equal lengths."""
+    """Build a query over a store for image tokens `start` to `stop`. start=-1: also the prompts, of equal lengths."""
     first = len(prompts[0])
     rows = torch.cat((torch.tensor(prompts), ids), 1)
     begin, end = (0 if start < 0 else first + start), first + stop

@@ -37,7 +37,7 @@ def model() -> MARModel:
 
 @dataclass(frozen=True)
 class ReplayingSampler(Sampler):
-    """Draw the reference's noise: for the start, then per step for both branches, of which the first is used."""
+    """Draw the reference's noise: for the start, then at each step for both branches; only the first half is used."""
 
     channels: int = 4
 

@@ -98,7 +98,7 @@ def test_the_mask_and_one_forward_equal_the_reference(name: str) -> None:
 
 
 def cell_logits(heads: Tensor, grid: Grid, prompt: int) -> Tensor:
-    """Return the logits [B, N, V] of the cells in raster order from heads [B, T + N, 2, V], by the paper's formula."""
+    """Return logits [B, N, V] of the cells in raster order from heads [B, prompt + N, 2, V], by the paper's formula."""
     result = []
     for cell in range(grid.length):
         i, j = divmod(cell, grid.width)

@@ -75,7 +75,7 @@ def edit_copy(folder: Path, name: str, weights: dict[str, Tensor] | None = None,
 
 
 def block_causal_mask(case: dict[str, Any], length: int) -> Tensor:
-    """Return the attention mask [1, T, T]. Blocks are counted from column 0, not by position ids."""
+    """Return the attention mask [1, length, length]. Blocks are counted from column 0, not by position ids."""
     block = torch.arange(length) // case["block_length"]
     return (block[:, None] >= block[None, :]).unsqueeze(0)
 

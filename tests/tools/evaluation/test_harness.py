@@ -152,7 +152,7 @@ def test_rolling_log_likelihoods_sum_their_windows(packaged64: Model) -> None:
     lm = ParadecLM(packaged64, likelihood="chain", max_length=5)
     ids = lm.tok_encode("kiwi goat fox pear fig apple")
     assert len(ids) == 6
-    windows = [([lm.prefix_token_id], ids[:4]), (ids[1:4], ids[4:])]  # at most 5 tokens each, each scored once
+    windows = [([lm.prefix_token_id], ids[:4]), (ids[1:4], ids[4:])]  # at most 5 tokens; every token is scored once
     expected = sum(actual.value for actual in log_likelihoods(packaged64, windows, method="chain"))
     entry: Any = SimpleNamespace(args=("kiwi goat fox pear fig apple",))
     assert lm.loglikelihood_rolling([entry])[0] == pytest.approx(expected, abs=1e-9)

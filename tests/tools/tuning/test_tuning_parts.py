@@ -163,7 +163,7 @@ def names(points: Iterable[Point]) -> list[str]:
 
 
 def test_the_cheapest_candidate_that_is_not_worse_is_chosen() -> None:
-    """Choose the best hand-set candidate, or a cheaper one that scores no less and is not significantly worse."""
+    """Choose the cheapest hand-set candidate near the best score, or a cheaper one that is surely not worse."""
 
     def chosen(points: list[Point], tolerance: float = 0.01) -> list[str]:
         groups = [str(k) for k in range(len(points[0].choosing))]
@@ -235,7 +235,7 @@ def test_step_searches_respect_budget_and_bounds(total: int, data: st.DataObject
     assert search(loss, starts, total, runs, seed) == (even, actual)
 
 
-@pytest.mark.parametrize("runs", [30, 60])
+@pytest.mark.parametrize("runs", [300, 600])
 def test_step_searches_find_the_optimum(runs: int) -> None:
     best = (0, 1, 2, 3, 15)
 
@@ -243,5 +243,5 @@ def test_step_searches_find_the_optimum(runs: int) -> None:
         result = 0.1 + sum(abs(a - b) for a, b in zip(steps, best, strict=True))
         return result if result < bound else math.inf
 
-    even, actual = search(loss, even_starts(20, 5), 20, 10 * runs)
+    even, actual = search(loss, even_starts(20, 5), 20, runs)
     assert actual == best != even
