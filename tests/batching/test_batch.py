@@ -70,7 +70,7 @@ def test_free_rows_go_to_the_oldest_prompt_and_kinds_are_decoded_in_parallel(mod
             assert ticket_ids(tickets[number]) == expected.new_tokens[number].tolist()
 
 
-def test_prompts_with_different_stops_share_calls(model: Model, causal: Model) -> None:
+def test_prompts_with_different_seeds_lengths_and_suppressed_tokens_share_calls(model: Model, causal: Model) -> None:
     for adapter, settings in ((model, {"block_length": 4, "cache": "dual"}), (causal, {"sampler": "sjd"})):
         counting = CountsRows(adapter)
         request = {"temperature": 0.8, "seed": 2, "max_new_tokens": 8, **settings}

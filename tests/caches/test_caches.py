@@ -383,10 +383,10 @@ def test_the_store_is_freed_after_success_errors_and_interrupts(error: BaseExcep
 
 
 def test_a_cache_that_cannot_save_time_warns_once() -> None:
-    decode = caches.create("dkv_decode")
-    assert why_not_worthwhile(decode, 1, 40) and why_not_worthwhile(decode, 1, 512, "cuda")
+    dkv_decode = caches.create("dkv_decode")
+    assert why_not_worthwhile(dkv_decode, 1, 40) and why_not_worthwhile(dkv_decode, 1, 512, "cuda")
     assert why_not_worthwhile(caches.create("none"), 1, 16) is None
-    assert why_not_worthwhile(decode, 8, 40) is None and why_not_worthwhile(decode, 1, 512) is None
+    assert why_not_worthwhile(dkv_decode, 8, 40) is None and why_not_worthwhile(dkv_decode, 1, 512) is None
     model = tiny(1)
     # with one block a prefix cache stores only the short prompt
     with pytest.warns(UserWarning, match="cache='prefix' still evaluates 9") as caught:

@@ -103,8 +103,8 @@ def test_keywords(name: str) -> None:
     """The automaton accepts and rejects the values of the case, and all texts drawn from it are valid."""
     schema, accepted, rejected = CASES[name]
     automaton = automaton_of(schema)
-    reference = json.loads(json.dumps(schema).replace('"exclusiveMinimum": true', '"exclusiveMinimum": 3'))
-    plain = json.loads(json.dumps(reference).replace('"format"', '"other"'))
+    dumped = json.dumps(schema).replace('"exclusiveMinimum": true', '"exclusiveMinimum": 3')  # the form after draft 4
+    plain = json.loads(dumped.replace('"format"', '"other"'))  # the validator ignores formats here
     for value in accepted:
         assert accepts(automaton, value) and is_valid(value, plain, plain), value
     for value in rejected:

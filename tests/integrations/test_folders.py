@@ -37,9 +37,7 @@ def test_export_for_transformers(tmp_path: Path) -> None:
     assert 'custom_generate="mine"' in readme and "- custom_generate" in readme and "{" not in readme
     assert f"paradec {paradec.__version__}, torch {torch.__version__}" in readme
     text = files[1].read_text()
-    assert text.index("try:") < text.index(
-        "import paradec"
-    )  # otherwise transformers tells users to install another package
+    assert text.index("try:") < text.index("import paradec")  # otherwise transformers advises a wrong package
     generate, model = module_of(files[1]).generate, tiny_llama().double()
     ids = torch.tensor([[5, 6, 7]])
     plain = model.generate(ids, max_new_tokens=9, do_sample=False)

@@ -49,7 +49,7 @@ from paradec.integrations.diffusers.calibration import calibrate_magcache
 from paradec.integrations.diffusers.hooks.blocks import order_axes
 
 Make = Callable[[], tuple[nn.Module, dict[str, Any], str, tuple[int, ...]]]
-"""Create a transformer, the inputs of a call, the name of the latent input, and its shape."""
+"""A function that returns a transformer, the inputs of a call, the name of the latent input, and its shape."""
 
 
 def _kandinsky() -> Any:
