@@ -202,7 +202,7 @@ class NGramPool:
         tokens = draw_tokens(state, p, positions, state.uniform(rows, positions, 1, rng.TOKEN_STREAM)[..., 0])
         depth, node = find_longest_path(tree, nodes, tokens)
         sampled = tokens.gather(1, node)
-        slots = torch.as_tensor(state.num_evaluated()[:, None], device=device)
+        evaluated = torch.as_tensor(state.num_evaluated()[:, None], device=device)
         return Path(
             node,
             p.take_along_dim(node.unsqueeze(-1), 1),
@@ -210,7 +210,7 @@ class NGramPool:
             # each draft of the branch equals the draw of its slot; no draft after the branch is verified
             torch.where(torch.arange(width, device=device) < depth, sampled, -1),
             torch.zeros((*sampled.shape, 2), dtype=torch.float64, device=device),  # 0 always accepts
-            {"ngrams": make_ngrams(state.memory.read(rows)["drafts"], tokens[:, :width], slots, self.ngram)},
+            {"ngrams": make_ngrams(state.memory.read(rows)["drafts"], tokens[:, :width], evaluated, self.ngram)},
         )
 
     def draft(self, state: CausalState, rows: np.ndarray, quantities: dict[str, Tensor]) -> None:

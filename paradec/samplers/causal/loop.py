@@ -1,6 +1,6 @@
 """The loop of the methods for causal models: `start`, `query`, `propose`, `commit`. Read `sjd.py` first.
 
-A step evaluates the last final token and a window of drafts after it with the key/value store, and reads the target
+With the key/value store, a step evaluates the last final token and the window of drafts after it, and reads the target
 distribution of every slot. `commit` verifies the drafts up to the first rejection (`verify`). It writes the accepted
 drafts and one more token, drafts the next window (`draft_window`), and clears rejected drafts from the store. Rows are
 independent.
@@ -407,12 +407,12 @@ def finish_rows(state: CausalState, proposal: Proposal, tokens: Tensor, count: T
         columns.append(tokens)
     # the only transfer to the host in a step
     host = torch.cat(columns, 1).T.cpu().numpy()
-    num_final, is_ended, failed, *drafter = host[:num_counts]
+    num_final, is_ended, failed, *drafter_failed = host[:num_counts]
     if failed.any():
         rows = proposal.rows[failed > 0]
         raise NotFinite.at_steps(rows, state.row_step[rows])
-    if drafter and drafter[0].any():
-        raise NotFinite("the drafter returned NaN or infinite logits", proposal.rows[drafter[0] > 0])
+    if drafter_failed and drafter_failed[0].any():
+        raise NotFinite("the drafter returned NaN or infinite logits", proposal.rows[drafter_failed[0] > 0])
     if stop_strings is not None:
         begin = state.committed[proposal.rows]
         stops = stop_strings.find_ends(proposal.rows, begin, host[num_counts:].T, begin + num_final)

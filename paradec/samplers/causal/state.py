@@ -43,9 +43,9 @@ class Spans(NamedTuple):
     begin: np.ndarray
     stop: np.ndarray
     """`begin` and `stop` [R] int64: the positions to evaluate. A `begin` of 0 is the start of each branch's prompt."""
-    first: np.ndarray
+    first_wanted: np.ndarray
     wanted: int
-    """Logits are read at `wanted` positions from `first` [R] on. Past a span, its last position is read again."""
+    """Logits are read at `wanted` positions from `first_wanted` [R] on. Past a span, its last one is read again."""
     is_first: np.ndarray | None = None
     """[R] bool: rows whose prompts are evaluated. With a store, these rows have a separate call."""
 
@@ -349,7 +349,7 @@ class CausalState(State):
         return [np.arange(len(spans.rows))]
 
     def _make_query(self, store: KeyValueStore | None, spans: Spans, index: np.ndarray) -> CausalQuery:
-        rows, begin, stop, first = (array[index] for array in (spans.rows, spans.begin, spans.stop, spans.first))
+        rows, begin, stop, first = (array[index] for array in (spans.rows, spans.begin, spans.stop, spans.first_wanted))
         device, shift = self.context.device, self.shift[:, rows]
         # from this line on, arrays are [branches * N], branch after branch
         committed, stop, first = ((array + shift).reshape(-1) for array in (self.committed[rows], stop, first))

@@ -358,7 +358,7 @@ def propose_path(
     path, positions = branches.select_path(state, tree, nodes, p, positions), positions[:, : state.width]
     quantities = {"p": path.p, "uniform": path.uniform, "top_logit": logits.amax(-1), "drafts": path.drafts}
     quantities |= state.recorded_quantities(path.p, logits, guided, rows, positions, path.node) | path.quantities
-    slots = torch.as_tensor(state.num_evaluated()[:, None], device=p.device)
-    available = torch.arange(state.width, device=p.device) < slots
+    evaluated = torch.as_tensor(state.num_evaluated()[:, None], device=p.device)
+    available = torch.arange(state.width, device=p.device) < evaluated
     scores = probability(path.p, path.sampled)
     return make_proposal(state, queries, path.sampled, positions, scores, available, quantities)

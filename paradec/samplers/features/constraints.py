@@ -117,7 +117,7 @@ class MaskedConstraint(SpanConstraint):
         """Make the constraint of a request. Raises ValueError if it is unsupported, or if no text fits a row."""
         raise_unsupported(model, state, _masked_reasons(sampler, state))
         canvas = state.canvas.cpu().numpy()
-        # early stop rules read logits up to the row's end
+        # with early stop rules, a step reads logits up to the row's end
         length = None if state.request.stop is not None else getattr(state.blocks, "length", None)
         spans = find_spans(model, state, canvas, state.mask_id, canvas.shape[1] if length is None else length)
         return cls(spans, None if state.request.temperature == 0 else np.zeros(state.batch))

@@ -85,13 +85,13 @@ class OpenBlocks(Feature):
         is_fixed = ~undecided.any(1)  # `close_blocks` opens the next block after a full window
         if ends is not None:
             is_fixed |= ends < NEVER
-        start, prompt = state.block_start[rows], state.prompt_length[rows]
+        start, prompt_length = state.block_start[rows], state.prompt_length[rows]
         first_undecided = positions[np.arange(len(rows)), undecided.argmax(1)]
-        origin = np.zeros_like(prompt) if policy.align == "absolute" else prompt
+        origin = np.zeros_like(prompt_length) if policy.align == "absolute" else prompt_length
         new_start = np.maximum((first_undecided - origin) // policy.length * policy.length + origin, start)
         offset = np.where(is_fixed, 0, new_start - start)
         # the last open block: start, initial masks, remaining masks
-        last_start = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt)
+        last_start = np.maximum((end - 1 - origin) // policy.length * policy.length + origin, prompt_length)
         total = state.masks_before[rows, end] - state.masks_before[rows, last_start]
         num_undecided = (undecided & (positions >= last_start[:, None])).sum(1)
         is_filled = total - num_undecided >= policy.add * total

@@ -149,9 +149,9 @@ def _causal_reasons(sampler: Any, model: Any, state: Any) -> dict[str, bool]:
     name, topology, has_negative_prompt = model.facts.name, model.facts.topology, False
     if state.branches == 2:
         last = torch.as_tensor(state.prompt_length).to(state.context).unsqueeze(1) - 1
-        last = state.context[: state.batch].gather(1, last)
+        last_token = state.context[: state.batch].gather(1, last)
         is_longer = (state.shift[1] != 1 - state.prompt_length).any()
-        has_negative_prompt = bool(is_longer or (last != state.context[state.batch :, :1]).any())
+        has_negative_prompt = bool(is_longer or (last_token != state.context[state.batch :, :1]).any())
     kind = topology.replace("_", "-")
     return {
         f"pictures ({name}), whose layouts prescribe tokens": state.grid is not None,

@@ -32,7 +32,7 @@ SMOOTH_STREAM = 2
 
 @dataclass
 class ScaleState(State):
-    """State of a request. `B` rows, `L` tokens of all scales, `C` numbers of a code."""
+    """State of a request. `B` rows, `L` tokens of all scales, `C` numbers of a code, `s` the side of the last scale."""
 
     scales: tuple[int, ...]
     """Sides of the code maps."""

@@ -101,7 +101,7 @@ class DraftLayers:
             token = draw(all_q[-1], uniform[:, slot])
             drafts = torch.cat((drafts, token), 1)
             query = query.with_fields(tokens=torch.cat((query.tokens[:, 1:], token.repeat(state.branches, 1)), 1))
-        drafting.nfe += Cost([query], state.batch).nfe  # all layers once
+        drafting.nfe += Cost([query], state.batch).nfe  # all layers count as one forward
         drafting.num_read[rows] = state.committed[rows]
         write_drafts(state, rows, drafts, torch.cat(all_q, 1))
 

@@ -1,5 +1,5 @@
 """Rules that end a chain of drafts before its window is full. A `StopRule` is called after each draft, which is
-then verified in any case; `Unconfident` does not read the draft. So no draft decides on its own verification: exact."""
+then verified in any case; `Unconfident` does not read the draft. So no draft decides whether it is verified: exact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paradec.samplers.causal.window import read_drafts
 
 StopRule = Callable[[Tensor, Tensor], Tensor]
 """Function of q [R, k, V] and the drafts so far [R, k] int64. Returns whether each row's window ends here, [R] bool;
-this may depend on that row alone."""
+this may depend only on the row itself."""
 
 
 @dataclass(frozen=True)
