@@ -1,1 +1,1 @@
-"""Causal models: several tokens are drafted, verified in one forward, and accepted as far as they are good."""
+"""Causal models: several tokens are drafted, verified in one forward, and accepted up to the first rejection."""

@@ -58,7 +58,7 @@ def start(
     """Make the state of a request. Masks in the prompts, and `max_new_tokens` masks after each, are decoded.
 
     arguments: `grid` and `negative_prompt`, which must be None. state_type: by default `OrderedState`.
-    Raises ValueError: one of these arguments, guidance, a row without masks, or an order that does not fit a row.
+    Raises ValueError for one of these arguments, guidance, a row without masks, or an order that does not fit a row.
     """
     facts = model.facts
     if request.guidance_scale != 1 or any(value is not None for value in arguments):

@@ -30,8 +30,8 @@ def neighbours(codes: Tensor, tokens: Tensor, count: int) -> Tensor:
 def relaxed_probability(
     p: Tensor, x: Tensor, neighbour_ids: Tensor, additive: bool, bound: float
 ) -> tuple[Tensor, Tensor]:
-    """Return m(x) [...]: the probability of token x plus those of its nearest neighbours, as many as have a sum within
-    a limit. Also return whether any neighbour was included, [...] bool.
+    """Return m(x) [...]: the probability of token x plus the probabilities of its nearest neighbours, as many as
+    together stay within a limit. Also return whether any neighbour was included, [...] bool.
 
     p: [..., V]. x: [...]. neighbour_ids: [..., K], nearest first, padded with -1.
     additive: whether the limit is `bound`; if not, it is (bound - 1) p(x)."""
@@ -45,7 +45,7 @@ def relaxed_probability(
 @dataclass(frozen=True)
 class Lantern(DraftingSampler, SJD):
     """A draft x is accepted with probability min(1, m(x) / q(x)). m(x) is p(x) plus the probabilities of the nearest
-    codes, as many as have a sum of at most `delta`, up to `k`. A rejected draft is resampled from norm(max(0, p - q)).
+    codes: at most `k` codes, with a sum of at most `delta`. A rejected draft is resampled from norm(max(0, p - q)).
 
     Not lossless: given a draft, p changes by at most `delta` in total variation (`benchmarks/exactness.py` measures the
     output). delta=0 is SJD (with a drafter: speculative decoding). Temperature 0 is greedy decoding for every delta,

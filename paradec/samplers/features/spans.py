@@ -85,7 +85,7 @@ def find_spans(model: Any, state: Any, canvas: np.ndarray, hole: int, width: int
 
     state: has `request`, `prompt_length`, `answer_start`, `requested_end`, `max_new_tokens`. canvas: [B, L] int64,
         `hole` at positions to fill. width: maximum number of positions of a step.
-    Raises ValueError if no text fits a row, a list has not one entry per hole, or a step's tables are too large."""
+    Raises ValueError if no text fits a row, a list does not match the holes, or a step's tables are too large."""
     value: Any = state.request.constraint
     suppressed, spans, rows = excluded_ids(state), dict[Any, TextSpan](), list[tuple[TextSpan, ...]]()
     for row, tokens in enumerate(canvas):

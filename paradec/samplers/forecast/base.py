@@ -179,8 +179,8 @@ class FeatureForecast(Sampler):
         ):
             if is_unsupported:
                 raise ValueError(
-                    f"{setting}={short_repr(value)} needs a pipeline: attach the sampler with paradec.accelerate; this "
-                    "loop forecasts only the whole output"
+                    f"{setting}={short_repr(value)} needs a pipeline: attach the sampler with paradec.accelerate; "
+                    "without a pipeline only the whole output is forecast"
                 )
 
     def query(self, state: ForecastState) -> list[LatentQuery]:

@@ -166,7 +166,7 @@ def sampler_from(value: Any, settings: Mapping[str, Any] | None = None) -> Featu
     """
     if settings and not isinstance(value, str | None):
         raise TypeError(
-            f"{next(iter(settings))}=... needs a method's name; sampler={short_repr(value)} has its settings"
+            f"{next(iter(settings))}=... needs a method's name; sampler={short_repr(value)} is already set up"
         )
     if type(value).__name__ in CONFIGS:
         method: Any = CONFIGS[type(value).__name__](value)
