@@ -98,7 +98,7 @@ def read_chains(file: Path = DATA) -> list[Chain]:
     return chains
 
 
-def prompts(model: Model, chains: Sequence[Chain]) -> tuple[list[Question], list[int]]:
+def build_questions(model: Model, chains: Sequence[Chain]) -> tuple[list[Question], list[int]]:
     """Build questions for `paradec tune` from the chains, with the masks of seed 0 and the right tokens.
     Also return the ids of special tokens, which no chain contains."""
     questions = []
@@ -262,12 +262,12 @@ def fill(model: Any, configuration: Configuration, chains: list[Chain], seed: in
     return [int((a == b).sum()) for a, b in zip(answers, truth, strict=True)], output.row_nfe
 
 
-def fitting(
+def select_usable(
     model: Any, prompt: Any, every: Iterable[Configuration], left_out: Sequence[str], sequential: Sequence[str]
 ) -> list[Configuration]:
     """Select the configurations of samplers that work on a model. If one does not (`learn2pd` without a filter), the
     reason is printed. Defaults with one token per step are selected for the samplers in `sequential` only."""
-    fitting_configurations = []
+    usable = []
     for configuration in every:
         method = configuration.make()
         one_by_one = not configuration.changes and method.uses_steps and configuration.sampler not in COMBINATIONS
@@ -279,8 +279,8 @@ def fitting(
             if not configuration.changes:
                 print(f"{configuration.sampler} is left out: {error}", file=sys.stderr)
             continue
-        fitting_configurations.append(configuration)
-    return fitting_configurations
+        usable.append(configuration)
+    return usable
 
 
 def units(chains: list[Chain], seeds: int) -> Iterable[tuple[int, list[Chain]]]:
@@ -323,7 +323,7 @@ def main() -> None:
     work = list(units(chains, arguments.seeds))
     masked = {(chain.name, seed): len(chain.masked(seed)) for seed, group in work for chain in group}
     model = load_antiberty()
-    selected = fitting(model, [[model.facts.mask_token_id]], configurations(), LEFT_OUT, [SEQUENTIAL])
+    selected = select_usable(model, [[model.facts.mask_token_id]], configurations(), LEFT_OUT, [SEQUENTIAL])
     benchmark = Benchmark(masked, [Record(configuration) for configuration in selected])
     todo = benchmark.records
     for seed, group in work:

@@ -51,12 +51,12 @@ def published(comparison: Any) -> dict[str, Any]:
     return {"setup": comparison.setup, "machine": comparison.machine, "aup": comparison.aup(), "results": rows}
 
 
-def right(row: dict[str, Any]) -> int:
+def count_right(row: dict[str, Any]) -> int:
     """Count the right answers of a row, for prompts with one answer and with many."""
     return int(row["one_answer"][0] + row["many_answers"][0])
 
 
-def chosen(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def choose_settings(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Choose the best setting of each sampler; rows[0] is the baseline. A sampler without a good enough setting gets
     its defaults; samplers with slow defaults are left out."""
     changes: dict[str, dict[str, Any]] = {}
@@ -64,7 +64,7 @@ def chosen(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         settings = [row for row in rows if row["sampler"] == sampler]
         if settings[0]["forwards"] > SLOW:
             continue
-        good = [row for row in settings if right(row) >= right(rows[0]) - MAX_LOSS]
+        good = [row for row in settings if count_right(row) >= count_right(rows[0]) - MAX_LOSS]
         changes[sampler] = max(good, key=lambda row: row["tokens_per_forward"], default=settings[0])["changes"]
     return changes
 
@@ -98,7 +98,7 @@ def main() -> None:
         write_result(RESULTS / "compare.json", published(comparison))
         frontier(comparison, FIGURES / "compare.svg")
     if "heldout" in arguments.parts:
-        choice = chosen(read_result(RESULTS / "compare.json")["results"])
+        choice = choose_settings(read_result(RESULTS / "compare.json")["results"])
         names = [name for name in choice if name not in COMBINATIONS] + [n for n in COMBINATIONS if n in choice]
         comparison = evaluation.compare(names=names, questions=other_questions(), **request)
         write_result(RESULTS / "compare_heldout.json", {"chosen": choice} | published(comparison))

@@ -51,6 +51,7 @@ def compile_schema(schema: Any, depth: int = 3) -> ByteAutomaton:
 
 
 def accepts(automaton: ByteAutomaton, value: Any, escaped: bool = True) -> list[bool]:
+    """Whether the automaton accepts the value's text with spaces, and without."""
     texts = [json.dumps(value, ensure_ascii=escaped, separators=signs) for signs in ((", ", ": "), (",", ":"))]
     return [automaton.accepts(text.encode()) for text in texts]
 

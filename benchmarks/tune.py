@@ -140,13 +140,13 @@ def packaged(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def antibody(options: argparse.Namespace) -> dict[str, Any]:
-    from antibody import LEFT_OUT, CachedModel, fitting, prompts, read_chains
+    from antibody import LEFT_OUT, CachedModel, build_questions, read_chains, select_usable
     from antibody_model import load_antiberty
 
     real = load_antiberty()
     model = CachedModel(real)
-    questions, special = prompts(real, read_chains()[options.skip : options.skip + options.chains])
-    fit = fitting(real, [[real.facts.mask_token_id]], configurations(), LEFT_OUT, paradec.samplers.names())
+    questions, special = build_questions(real, read_chains()[options.skip : options.skip + options.chains])
+    fit = select_usable(real, [[real.facts.mask_token_id]], configurations(), LEFT_OUT, paradec.samplers.names())
     names = list(dict.fromkeys(configuration.sampler for configuration in fit))
     tuning = run_tune(model, questions, options, samplers=names, suppress_tokens=special)
     first, second = split_halves(questions, 0)
