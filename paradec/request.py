@@ -139,7 +139,7 @@ class Request:
         stop: one or several stop rules, such as `paradec.Prophet()` (`paradec.samplers.masked.blocks`).
         constraint: a `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar` for answers. For a prompt with masks, a list
             with one entry per hole, None where anything is allowed (docs/structured.md).
-        order: order of positions, for any-order models and samplers without a drafter: "random" (the default; from the
+        order: order of positions, for any-order models, decoded without a drafter: "random" (the default; from the
             row's key), "chain" (left to right), a list of all positions or of all undecided ones (from 0), a list with
             one such list for each row, or an order of `paradec.core.orders`.
         num_return_sequences: answers per prompt, in neighbouring rows, each with its own draws.
@@ -148,7 +148,7 @@ class Request:
         callback: `callback(state, commit)` after every step; returning True ends the decoding.
         trace: record every step in `Output.trace`.
         compile: replay whole steps as CUDA graphs, with the same tokens (`paradec.samplers.masked.device.step`). The
-            model keeps the graphs until `clear_graphs(model)`. Only on CUDA; warns where it is not possible.
+            model keeps the graphs until `clear_graphs(model)`. ValueError without CUDA; warns if it has no effect.
         logprobs: record the log-probability of each final token and of this many likeliest alternatives (0: none) in
             `Output.logprobs` and the trace (`paradec.core.logprobs`).
         rollout: record every decision with its step and log-probability in `Output.rollout` (docs/rollouts.md).

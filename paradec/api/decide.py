@@ -527,7 +527,7 @@ def read_log_probs(
 
 def _evaluate_prefix(model: Any, places: Sequence[Place]) -> tuple[Any, int]:
     """Evaluate the rows' common prefix before the first position to read. Returns a store with it, and its length; None
-    and 0 if a separate call does not pay or the model has no store, or if its keys depend on later tokens."""
+    and 0 if a separate call does not pay or the model has no store, or if keys depend on later tokens."""
     facts = model.facts
     rows, first = [place.row for place in places], min(place.position for place in places)
     length = min(len(os.path.commonprefix(rows)), first - 1)  # shifted models predict a token one position earlier

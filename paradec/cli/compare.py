@@ -20,7 +20,7 @@ PROMPTS = options.existing_file(
     'Your prompts, a line {"prompt": ..., "answer" or "regex": ...} or {"input_ids": ..., "answer_ids": ...}.'
 )
 SWEPT_SAMPLERS = typer.Option(help="Samplers, separated by commas; by default six confidence rules and baselines.")
-Output = tuple[Path | None, Path | None, bool, str | None, bool]
+OutputOptions = tuple[Path | None, Path | None, bool, str | None, bool]
 """Values of --out, --plot, --resume, --format and --json."""
 
 
@@ -91,7 +91,7 @@ def parallel(
     measure(benches.parallel, shared, output)
 
 
-def pop_output_options(shared: dict[str, Any]) -> Output:
+def pop_output_options(shared: dict[str, Any]) -> OutputOptions:
     """Remove the options of the output from `shared` and return them. Raises ValueError for unusable options."""
     from paradec.tools.evaluation.plot import check_plot
 
@@ -111,7 +111,7 @@ def pop_output_options(shared: dict[str, Any]) -> Output:
     return output
 
 
-def measure(run: Callable[..., Any], request: dict[str, Any], output: Output) -> None:
+def measure(run: Callable[..., Any], request: dict[str, Any], output: OutputOptions) -> None:
     """Load the model, run a comparison with a progress bar, write its files (`out` after every configuration), print it
     and exit. request: arguments of `run` and of `options.load`."""
     from paradec.tools import evaluation

@@ -273,7 +273,7 @@ def check_texts(prompt: Any, request: dict[str, Any]) -> None:
 
 
 def rows_that_fit(model: Any, positions: int, branches: int) -> int:
-    """Estimate how many rows of `positions`, each evaluated in `branches`, fit into the free memory."""
+    """Estimate how many rows of length `positions`, evaluated in `branches` branches, fit into the free memory."""
     config = getattr(model, "text_config", None) or getattr(model.module, "config", None)
     hidden, layers = getattr(config, "hidden_size", None) or 1024, getattr(config, "num_hidden_layers", None) or 1
     numbers_per_position = hidden * (ACTIVATIONS + 2 * layers)  # keys and values of every layer

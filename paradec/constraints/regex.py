@@ -198,22 +198,22 @@ class _Reader:
         if char.isdigit():
             if char != "0" or self.pattern_text[self.position : self.position + 1].isdigit():
                 raise self.unsupported("an octal escape" if char == "0" else "a backreference", start)
-            return self.one(0)
+            return self.code_range(0)
         if self.is_ecma and char == "c" and (letter := self.pattern_text[self.position : self.position + 1]).isalpha():
             self.position += 1
-            return self.one(ord(letter) % 32)
+            return self.code_range(ord(letter) % 32)
         if char == "k" and self.next_is("<") or char == "N" and not self.is_ecma:
             raise self.unsupported("a backreference" if char == "k" else "a named character", start)
         code = (ECMA_CODE if self.is_ecma else PYTHON_CODE).match(self.pattern_text, start + 1)
         if code is None:
             controls = CONTROLS | ({} if self.is_ecma else {"a": 7}) | {"b": 8}
-            return self.one(controls.get(char, ord(char)))
+            return self.code_range(controls.get(char, ord(char)))
         self.position, value = code.end(), int(next(filter(None, code.groups())), 16)
         if value > expressions.LAST_CHARACTER or 0xD800 <= value < 0xE000:
             raise self.unsupported("a surrogate, or a character beyond U+10FFFF,", start)
-        return self.one(value)
+        return self.code_range(value)
 
-    def one(self, code: int) -> Ranges:
+    def code_range(self, code: int) -> Ranges:
         return ((code, code),)
 
     def set_of_characters(self) -> Ranges:
@@ -235,4 +235,4 @@ class _Reader:
 
     def member(self) -> Ranges:
         char = self.take_char()
-        return self.escape(in_set=True) if char == "\\" else self.one(ord(char))
+        return self.escape(in_set=True) if char == "\\" else self.code_range(ord(char))

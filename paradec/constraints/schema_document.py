@@ -153,7 +153,7 @@ class SchemaDocument:
                 self.unknown[key] = None
 
     def resolve(self, schema: Mapping[str, Any]) -> Schema:
-        """Return the schema that `$ref` names. Raises ValueError if it is not in the document."""
+        """Return the schema that `$ref` names. Raises ValueError if there is none, or for `$id` next to `$ref`."""
         reference = schema["$ref"]
         if "$id" in schema and schema is not self.root:  # up to draft 7 `$ref` disables `$id`
             raise self.error(schema, "$ref", "next to $id has different meanings in the drafts: give one of them")

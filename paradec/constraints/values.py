@@ -131,7 +131,7 @@ class Regex(Constraint):
 
 @dataclass(frozen=True)
 class Choice(Constraint):
-    """One of several texts, only in the tokenizer's own tokens; with `after`, parts of a text are tokenised separately.
+    """One of several texts, only in the tokenizer's own tokens; with `after`, a text may be tokenised in several parts.
 
     Raises:
         ValueError: no text, an empty text, or a duplicate.
