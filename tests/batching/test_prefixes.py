@@ -153,7 +153,7 @@ def test_running_and_cancelled_rows_share_their_prefix(name: str) -> None:
         batch.cancel(third)
         drain(batch)
         assert second.output.reused == [32] and batch.prefixes.nbytes > nbytes
-    assert batch.prefixes.nbytes == 0  # closed
+    assert batch.prefixes.nbytes == 0  # the batch is closed
 
 
 def test_other_salts_and_new_weights_reuse_no_prefix() -> None:

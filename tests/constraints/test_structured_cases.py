@@ -78,7 +78,7 @@ def test_recorded_marginals_best_texts_and_samples(name: str) -> None:
         sorted(np.concatenate([automaton.members[index] for index in np.flatnonzero(row)]).tolist()) for row in fits
     ]
     assert [allowed[position] for position in undecided] == [expected["allowed"][position] for position in undecided]
-    for position, token in enumerate(canvas):  # the class of a decided token may have further tokens
+    for position, token in enumerate(canvas):  # `allowed` has the whole class of a decided token
         assert token is None or token in allowed[position]
     probabilities, total = distribution(automaton, case["p"], canvas)
     assert total == pytest.approx(expected["z"], rel=1e-9)

@@ -121,7 +121,7 @@ def test_lossless_methods_keep_the_penalised_distribution(name: str, rows: int) 
     counts = np.zeros((size, size))
     np.add.at(counts, tuple(out.new_tokens[:, :2].T.numpy()), 1)
     assert not counts[expected == 0].any()
-    repeats = expected.trace() * rows  # a second token depends on the penalty of the first, which may be a draft
+    repeats = expected.trace() * rows  # the second token's penalty depends on the first, which may be a draft
     assert abs(counts.trace() - repeats) < 4 * math.sqrt(repeats)
     likely = expected * rows >= 5
     rare, expected_rare = rows - counts[likely].sum(), rows - (expected * rows)[likely].sum()

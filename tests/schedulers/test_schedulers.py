@@ -273,7 +273,7 @@ def test_block_cache_is_refused_where_it_is_not_exact(pipe: Any, ids: Tensor, am
     refuses(lambda: BlockCausalModule(tiny(1)), "is bidirectional.*LLaDA2Pipeline needs block_causal")
     with paradec.accelerate(pipe, cache="block"):
         refuses(lambda: paradec.accelerate(pipe, cache="block"), "has a block cache already")
-        for length in (2, 6):  # no multiples of the model's block: keys would lack positions that they attend to
+        for length in (2, 6):  # no multiples of the model's block: stored keys would depend on later positions
             refuses(partial(run_text, pipe, ids, block_length=length), f"to its right at block_length={length}")
 
 

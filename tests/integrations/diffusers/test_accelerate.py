@@ -348,7 +348,7 @@ def test_runs_are_repeatable_and_leave_no_state(name: str, request: Any, plain: 
     session.detach()
     session.detach()
     assert torch.equal(run(pipe), plain[name])
-    assert "full" in str(session.report())  # still readable
+    assert "full" in str(session.report())  # readable after detach
     after = attributes(pipe.transformer), set(vars(pipe.scheduler))
     for child in (*before[0].values(), *after[0].values()):
         child.pop("_diffusers_hook", None)  # created by diffusers' cache_context
@@ -633,7 +633,7 @@ def test_group_offloading(kind: str, attach_first: bool) -> None:
         assert torch.equal(denoise(module, inputs, 5), first)
         assert target != "module" or torch.equal(first, expected)
         assert session.report().full_steps == [0, 1, 4]
-        session.detach()  # also if other hooks were added later
+        session.detach()  # works also if other hooks were added later
         assert torch.equal(denoise(module, inputs, 5), plain)
 
 

@@ -284,7 +284,7 @@ def test_easycache_is_refused() -> None:
     with accelerate(module, EasyCache(9.0, 2, num_inference_steps=6)) as session:
         denoise(module, inputs, 6)
     assert full_steps(session) == [[0, 1, 5]]
-    dit, inputs = loop_pipeline("DiT")  # a learned variance
+    dit, inputs = loop_pipeline("DiT")  # returns a learned variance too
     with accelerate(dit, "easycache"):
         refuses(lambda: dit(inputs), r"given \(2, 4, 8, 8\) and returns \(2, 8, 8, 8\)")
     for settings in ({"threshold": -1}, {"ret_steps": -1}, {"num_inference_steps": 0}):

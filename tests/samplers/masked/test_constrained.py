@@ -505,7 +505,7 @@ def test_answers_satisfy_the_constraint_or_the_request_is_refused(
                 out = paradec.generate(model, torch.tensor([[1, 2, 3], [4, 5, 6]]), sampler=name, **fields)
             except ValueError as error:
                 if "constraint=" not in str(error):
-                    continue  # also unsupported without a constraint
+                    continue  # this combination is unsupported without a constraint too
                 reason = NAMED_REFUSALS.get(name, "nothing")
                 draws_nothing = reason.startswith("draws") and not temperature
                 reasons = [REFUSED_POLICIES.get(policy, "nothing"), "nothing" if draws_nothing else reason]

@@ -198,7 +198,7 @@ def test_unset_settings_follow_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in model_settings.items():
         monkeypatch.setattr(module.generation_config, name, value)
     model, sampler_settings = paradec.wrap(module), {"max_denoising_steps": 7, "t_min": 0.1}
-    # t_min=None: transformers' t_min
+    # t_min=None means transformers' default, 0.4
     assert decode(model) == decode(plain, **model_settings | {"t_min": 0.4}) != decode(plain)
     assert decode(model, **sampler_settings) == decode(plain, **model_settings | sampler_settings) != decode(model)
 

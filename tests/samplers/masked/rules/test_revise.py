@@ -92,7 +92,7 @@ def test_samplers_equal_the_oracles(name: str, loop: Callable[..., Iterator[None
                     expected.append(list(row))
             assert [out.trace.replay(step + 1)[index] for step in range(out.row_nfe[index])] == expected
             assert out.new_tokens[index].tolist() == row[len(prompt) :]
-    assert (memory["num_remasked"] == 0) == (settings.get("remask_share") == 0)  # some positions are remasked
+    assert (memory["num_remasked"] == 0) == (settings.get("remask_share") == 0)  # only a share of 0 remasks no position
     if settings.get("max_post_steps"):
         blocks = sum(len(split_into_blocks(prompt, (5, 12)[seed % 2])) for seed in range(SEEDS) for prompt in PROMPTS)
         assert 0 < memory["num_stable"] < blocks  # some blocks become stable, others reach the maximum number of steps
