@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all cases of a `thinned` test as `further` except every eleventh; the test's name selects the first."""
+    """Mark cases of a `thinned` test as `further`: all but one in eleven (at least one), chosen by the test's name."""
     cases = collections.defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.get_closest_marker("thinned") and not item.get_closest_marker("full"):

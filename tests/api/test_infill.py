@@ -99,11 +99,11 @@ def test_blocks_run_from_the_first_mask(model: Model) -> None:
     out = paradec.infill(model, row, sampler="random", block_length=3, seed=0, trace=True)
     order = [commit[1] for step in out.trace.steps for commit in step.commits]
     assert sorted(order[:2]) == [2, 4] and sorted(order[2:]) == [8, 10]
-    full = []
+    orders = []
     for seed in range(8):
         steps = paradec.infill(model, row, sampler="random", seed=seed, trace=True).trace.steps
-        full.append([commit[1] for step in steps for commit in step.commits])
-    assert any(max(first[:2]) > 4 for first in full)  # by default one block contains all holes
+        orders.append([commit[1] for step in steps for commit in step.commits])
+    assert any(max(order[:2]) > 4 for order in orders)  # by default one block contains all holes
 
 
 class ConstantModule(nn.Module):

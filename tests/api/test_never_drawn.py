@@ -145,19 +145,19 @@ def test_image_samplers_exclude_tokens(name: str) -> None:
 
 
 class LargeVocabulary(nn.Module):
-    """A model with 6,000 tokens, for which float32 is used. Which tokens it excludes depends on position and step."""
+    """A model with 9,000 tokens, whose statistics are float32. The excluded tokens depend on position and step."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
-        self.config = SimpleNamespace(vocab_size=6000)
-        self.table = nn.Parameter(4 * torch.randn(60, 6000, generator=torch.Generator().manual_seed(0)))
+        self.config = SimpleNamespace(vocab_size=9000)
+        self.table = nn.Parameter(4 * torch.randn(60, 9000, generator=torch.Generator().manual_seed(0)))
         self.value = value
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1])
         logits = self.table[(ids.cumsum(1) + 7 * positions) % 60].clone()
-        token_id = torch.arange(6000)
-        out = (token_id + positions.unsqueeze(1) + (ids == 5999).sum()) % 3 > 0
+        token_id = torch.arange(9000)
+        out = (token_id + positions.unsqueeze(1) + (ids == 8999).sum()) % 3 > 0
         return logits.masked_fill_(out & (token_id != 1234), self.value)
 
 
@@ -166,7 +166,7 @@ class LargeVocabulary(nn.Module):
 def test_large_vocabularies_in_float32(name: str) -> None:
     outputs = []
     for value in (-INF, LOW):
-        model = paradec.wrap(LargeVocabulary(value), mask_token_id=5999, prediction="same", topology="bidirectional")
+        model = paradec.wrap(LargeVocabulary(value), mask_token_id=8999, prediction="same", topology="bidirectional")
         for request in ({}, {"temperature": 0.7, "guidance_scale": 2.0}):
             out = paradec.generate(model, [[1, 2, 3]], sampler=name, max_new_tokens=3, seed=0, **request)
             outputs.append((out.new_tokens.tolist(), out.row_nfe))

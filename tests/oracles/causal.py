@@ -132,7 +132,7 @@ def sjd_pac_step(
     Args:
         case: for a window of W slots, K drafts per branching slot and V tokens: "drafts" [W - 1][K or 1], "q"
             [W - 1][V], "branching" (number of slots with K drafts), uniform numbers "u" [W][K] and "v" [W], and
-            optionally "end", which replaces "v" in the last slot.
+            optionally "end", which replaces "v" in the last slot of the chain of first drafts.
         law: returns p after a path of child indices. draw: returns an index drawn with these weights.
         coin: returns whether an event of this probability happens. draw and coin get a uniform number.
         last: whether a token drawn from the last slot becomes a draft of the next window.

@@ -92,7 +92,7 @@ def test_packaged_weights_can_be_trained_again(tmp_path: Path, name: str) -> Non
 
 @pytest.fixture
 def train_rollouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
-    """Run the example `rollouts` with options. Return the lines that it prints."""
+    """Return a function that runs the example `rollouts` with options and returns the lines that it prints."""
 
     def run(*options: str) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["rollouts.py", *options])

@@ -192,7 +192,7 @@ class Failing:
 
 
 def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) for every list, array and tensor in a nested value, except in facts, caches and the like."""
+    """Yield (path, value) of lists, arrays and tensors in a nested value, without facts, request, cache and model."""
     if isinstance(value, (list, np.ndarray, Tensor)):
         yield path, value
     if isinstance(value, dict):

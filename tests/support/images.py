@@ -158,7 +158,7 @@ def tiny_mar() -> MARModel:
 
 
 def random_mar(seed: int = 0, noise: float = 0.0, **sizes: int) -> MARModel:
-    """A MAR without a decoder, whose head changes its input little. noise: deviation of noise on its weights."""
+    """A MAR without a decoder, whose head changes its input little. noise: deviation of noise on all its weights."""
     torch.manual_seed(seed)
     module = randomize(MAR(**MAR_SIZES | {"depth": 1, "head_depth": 1, "head_width": 16} | sizes), 0.3)
     torch.nn.init.normal_(module.diffloss.net.final_layer.linear.weight, std=0.05)

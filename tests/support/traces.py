@@ -82,7 +82,7 @@ def precisions(*numbers: int) -> list[Any]:
 
 
 def select_cases(trace: dict, numbers: Sequence[int] | None) -> list[tuple[str, dict]]:
-    """Return (name, case) pairs. numbers: indices, modulo the count, among the cases with `fp64_same`; None: all."""
+    """Return (name, case) pairs. numbers: indices, modulo the count, without cases that float64 changes; None: all."""
     cases = [(f"{trace['file']}, case {number}", case) for number, case in enumerate(trace["cases"])]
     if numbers is None:
         return cases
@@ -485,7 +485,7 @@ def restrict_to_top_k(sampler: MaskedSampler) -> tuple[MaskedSampler, dict[str, 
 
 
 class PrefixWithoutLeftPosition(PrefixCache):
-    """A prefix cache that does not evaluate the position left of the block, whose logits predict the first token."""
+    """A prefix cache that skips the position left of the block, whose shifted logits predict its first token."""
 
     def partial(self, state: Any, chosen: Any, picks: Any, most: int) -> Any:
         start, stop = self.range(state, state.window.rows[chosen])
@@ -511,7 +511,7 @@ class Forward:
 
 
 def recorded_forwards(case: dict, block: int | None = None) -> list[Forward]:
-    """Return the reference's forwards. block: length of blocks; drop commits beyond a step's first block (padding)."""
+    """Return the reference's forwards. block: block length; drops commits after the first commit's block (padding)."""
     forwards = []
     for step in case["steps"]:
         fed = {position for start, stop in step["fed"] for position in range(start, stop)}
