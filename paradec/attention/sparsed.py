@@ -28,7 +28,7 @@ class SparseD:
 
     As in the paper's code, int(T * skip) + 2 of T scheduled steps are dense, and the last of them makes the lists. T is
     the request's `steps`, or the number of masks if `steps` is None. If the sampler has no schedule, a row is dense
-    until int(masks * skip) + 1 tokens are decided, which is the same at one token per step. With a cache, lists are
+    until int(masks * skip) + 1 tokens are decided: the same steps, if each decides one token. With a cache, lists are
     made in the next step that evaluates the whole row. A row makes new lists when its sampler shortens it.
 
     Args:

@@ -89,7 +89,7 @@ class Model(Adapter):
     first_position: int = 0
     """For any-order models: the position of index 0 in a request's order."""
     published: PublishedCheckpoint | None = None
-    """The checkpoint's files as `load` read them, for `save_pretrained`."""
+    """The checkpoint's files as `load` read them, for `save_pretrained` and `update_weights`."""
     self_drafting: Any = None
     """Settings for drafts by the model itself (`paradec.models.self_drafting.SelfDrafting`); None if it makes none."""
     module: Any
@@ -201,7 +201,7 @@ class Model(Adapter):
 
     @property
     def weights_version(self) -> int:
-        """Number of weight changes by `update_weights`, or in place by an optimizer (detected when this is read)."""
+        """Version of the weights: one more if they have changed (`update_weights`, an optimizer) since the last read."""
         return self.weights_lock.version(self.module)
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> int:

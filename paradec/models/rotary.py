@@ -104,7 +104,7 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
 
 
 def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
-    """Set the base of the rotary angles to `theta` in all fields of config.json that state it; None changes nothing."""
+    """Set the rotary angles' base to `theta` wherever config.json states it, or else in `rope_theta`; None: no change."""
     if theta is None:
         return dict(config)
     bases: dict[str, Any] = {

@@ -109,7 +109,7 @@ def _save_wrapped(model: Any, path: Path, max_shard_size: int | str) -> None:
 def _save_published(
     model: Any, path: Path, max_shard_size: int | str, quantization: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the published format. quantization: settings of int8 weights; None if weights are not quantised."""
+    """Write the published or the int8 format. quantization: settings of int8 weights; None: no weights are int8."""
     published, module = model.published, model.module
     if quantization is None:
         state = published_weights(module, published)

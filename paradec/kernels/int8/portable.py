@@ -28,7 +28,7 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     """Compute x weight^T with int8 weights and rounded activations. A row's result does not depend on other rows.
 
     Args:
-        x: [..., K inputs], any float dtype; rows with NaN or infinity (after conversion to float32) give NaN.
+        x: [..., K inputs], any float dtype. In integer products, rows with NaN or infinity (in float32) give NaN.
         weight: int8 [N outputs, K] in any layout, fastest as the transpose of [K, N]; or packed (`pack_weight`).
         scale: float32 [N].
         bias: [N] or None.

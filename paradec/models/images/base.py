@@ -88,7 +88,7 @@ class PictureModel:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Arguments of `paradec.load` that a draft model shares with this model."""
+        """Arguments of `paradec.load` for a draft model or teacher of this model."""
         return {}
 
     def defaults_with(self, sampler: Any) -> dict[str, Any]:

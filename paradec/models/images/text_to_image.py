@@ -21,8 +21,8 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json
 
 
 class TextToImageModel(ImageModel):
-    """Base of the families that read text. A family implements `_prompt`, `_unconditional`, `_language_model` and
-    `head`.
+    """Base of the families that read text. A family implements `grid`, `_prompt` and `_unconditional`, sets
+    `image_ids`, and may override the other methods.
 
     module: transformers' `...ForConditionalGeneration`. vocab_size: number of output ids.
     tokenizer: of the checkpoint; if None, prompts must be ids."""
