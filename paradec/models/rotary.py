@@ -104,7 +104,7 @@ def _read_scaling(name: str, fields: Mapping[str, Any], extra_fields: tuple[str,
 
 
 def replace_base(config: Mapping[str, Any], theta: float | None) -> dict[str, Any]:
-    """Set the rotary angles' base to `theta` wherever config.json states it, or else in `rope_theta`; None: no change."""
+    """Set the rotary angles' base to `theta` wherever `config` states it, or else in `rope_theta`; None: no change."""
     if theta is None:
         return dict(config)
     bases: dict[str, Any] = {
