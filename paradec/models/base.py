@@ -201,7 +201,7 @@ class Model(Adapter):
 
     @property
     def weights_version(self) -> int:
-        """Version of the weights. A read increases it if `update_weights`, an optimizer or peft has changed them since."""
+        """Weights version. A read increases it if `update_weights`, an optimizer or peft has changed them since."""
         return self.weights_lock.version(self.module)
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> int:

@@ -44,7 +44,7 @@ class FeatureDrafter(Adapter):
 
     makes: ClassVar[str] = "drafts"
     fills: ClassVar[str] = ""
-    """How drafts fill a window: "block" (one call), "walk" (one by one), "layers" (by head); "" for chains and trees."""
+    """How drafts fill a window: "block" (one call), "walk" (one by one), "layers" (by head); "" for chains, trees."""
     reads_features: ClassVar[bool] = True
     """Whether drafts start from the model's hidden states (`CausalQuery.keep_hidden`)."""
     keep_layers: tuple[int, ...] | None = None
