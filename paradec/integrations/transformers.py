@@ -203,12 +203,12 @@ def hf_generate(
             )
         finally:
             wrapped.unwrap()
-    prompt = output.sequences.shape[1] - output.new_tokens.shape[1]
-    holes = output.filled[:, :prompt].sum(1).tolist()
+    start = output.sequences.shape[1] - output.new_tokens.shape[1]
+    holes = output.filled[:, :start].sum(1).tolist()
     longest = max(tokens - filled for tokens, filled in zip(output.tokens, holes, strict=True))
-    sequences = output.sequences[:, : prompt + longest].to(input_ids.device)
+    sequences = output.sequences[:, : start + longest].to(input_ids.device)
     # restore the caller's columns that are padding in every row
-    sequences = torch.nn.functional.pad(sequences, (input_ids.shape[1] - prompt, 0), value=wrapped.facts.fill_token_id)
+    sequences = torch.nn.functional.pad(sequences, (input_ids.shape[1] - start, 0), value=wrapped.facts.fill_token_id)
     if not config.return_dict_in_generate:
         return sequences
     return MaskedDiffusionOutput(sequences, output.nfe, output.tokens_per_forward)

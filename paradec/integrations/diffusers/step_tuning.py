@@ -187,7 +187,7 @@ class _Runner:
     progress: Callable[[str, float], None] | None
     total: int = 0
     guidance: float | None = None
-    max_errors: int = 1  # maximum number of errors to measure
+    max_errors: int = 1  # maximum number of errors that the search measures
     error_table: dict[Steps, dict[int, float]] = field(default_factory=dict)  # errors by set of steps and seed
     full_runs: dict[int, tuple[Tensor, float]] = field(default_factory=dict)  # by seed: latent, and |latent - noise|
 

@@ -118,7 +118,7 @@ def tune(
     Request(**arguments)
     facts = model.facts
     if facts.mask_token_id is None or facts.topology == "causal":
-        raise ValueError(f"tune needs a model with a mask token; {facts.name} is causal")
+        raise ValueError(f"tune needs a model with a mask token; {facts.name} has none, or is causal")
     if blocks is not None and (isinstance(blocks, (str, bytes, int)) or not len(blocks)):
         raise ValueError(f"blocks={short_repr(blocks)} must be a sequence of block lengths, None for the model's")
     names = [samplers] if isinstance(samplers, str) else None if samplers is None else list(samplers)
@@ -242,14 +242,14 @@ class _Search:
         """Run all hand-made settings and `trials` proposals within `minutes`. Then measure the best settings on the
         reported half."""
         self.num_trials = trials
-        self.end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+        self.deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
         self.starts = [self.space.params(start) for start in self.space.starts]
         with interruptible(self._build_result, "tuning was interrupted; the results so far are in .output"):
             if "seconds" in self.costs:  # warm up: one-time work must not be timed
                 request = Request(**self.base, seed=self.seed)
                 self.choosing.decode(request, 0, min(2, self.rungs[0]))
             num_refused = 0
-            while self._count_remaining() and time.monotonic() < self.end and num_refused < 10 * (trials + 1):
+            while self._count_remaining() and time.monotonic() < self.deadline and num_refused < 10 * (trials + 1):
                 num_refused += not self._trial()
             result = self._build_result()
             if result.points:
@@ -303,7 +303,7 @@ class _Search:
         for rung, stop in enumerate(self.rungs):
             part = next((entry for frozen in same_candidate if (entry := read_rung(frozen, rung)) is not None), None)
             if part is None:
-                if time.monotonic() > self.end:
+                if time.monotonic() > self.deadline:
                     trial.set_user_attr("owner", "")  # another process may continue it
                     return
                 start = self.rungs[rung - 1] if rung else 0

@@ -52,7 +52,7 @@ class Report:
     coverage: dict[str, float]  # by transformer, the share of its parameters that a forecast step does not use
     runs: int  # number of runs so far
     calls: list[CallRecord]
-    notes: list[str]  # automatic decisions
+    notes: list[str]  # automatic decisions, and the number of foreign calls
     changes: list[float] = field(default_factory=list)  # measured values that the rule compared with its threshold
 
     @property

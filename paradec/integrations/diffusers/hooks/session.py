@@ -95,7 +95,7 @@ def accelerate(pipe: Any, sampler: Any = None, *, cache: str | None = None, prio
         cache: "block" for LLaDA2Pipeline (`hooks.block_cache.BlockCache`); not together with `sampler` or `prior`.
         prior: the sampler of GlmImagePipeline's prior, or a mapping with more settings (`hooks.prior.PriorSession`).
             `sampler` is then for the pipeline's DiT, and may be left out.
-        settings: settings of a sampler that is given by its name.
+        settings: settings of a sampler that is given by its name, or of the default sampler.
 
     Raises:
         TypeError: `pipe` cannot be accelerated. ValueError: an unknown name or module, or a pipeline that is already

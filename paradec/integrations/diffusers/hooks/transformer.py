@@ -280,8 +280,8 @@ class Transformer:
             raise RuntimeError(f"{self.name} called none of the hooked modules: {', '.join(self.names[:6])}")
         self._check_placeholders(output)
         kind = "full" if not forecast else "mixed" if evaluated else "forecast"
-        call = (self.name, run.index, branch, kind, evaluated, forecast, state.count_bytes())
-        state.records.append(CallRecord(*call, start, read_clock(leaves)))
+        values = (self.name, run.index, branch, kind, evaluated, forecast, state.count_bytes())
+        state.records.append(CallRecord(*values, start, read_clock(leaves)))
         return output
 
     def _begin(self, run: Run) -> RunState:

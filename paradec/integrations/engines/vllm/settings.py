@@ -1,6 +1,6 @@
 """Settings of a request: `SamplingParams.extra_args["paradec"]`, in HTTP requests `vllm_xargs`.
 
-They are a mapping of the fields of `paradec.Request` that hosted rows support. The mapping may be JSON text, because
+They are a mapping with keys in `NAMES`, mostly fields of `paradec.Request`. The mapping may be JSON text, because
 `vllm_xargs` accepts no mappings. "sampler" is a name, or a mapping with the name and settings, as in presets.
 "template" is not a field of `paradec.Request`: it lists the ids with which the answer begins, for infilling. Defaults
 of the server have the same form: `--hf-overrides '{"paradec": ...}'` overrides the environment variable PARADEC_VLLM.
