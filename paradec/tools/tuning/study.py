@@ -69,7 +69,7 @@ class Study:
         import optuna
 
         self.optuna, self.seed, self.file = optuna, seed, None if file is None else Path(file)
-        self.run = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
+        self.run_name = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex[:8]}"
         with _quiet():
             self.study = optuna.create_study(
                 storage=None if self.file is None else _storage(self.file),
@@ -84,12 +84,12 @@ class Study:
             raise ValueError(f"the study in {str(file)!r} has another {difference}; give another file")
 
     def __enter__(self) -> Study:
-        _active_runs.add(self.run)
+        _active_runs.add(self.run_name)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Close the connections to the file."""
-        _active_runs.discard(self.run)
+        _active_runs.discard(self.run_name)
         engine = getattr(getattr(self.study._storage, "_backend", None), "engine", None)
         if engine is not None:
             engine.dispose()
@@ -108,7 +108,7 @@ class Study:
             for frozen in trials:
                 if frozen.state.name == "RUNNING" and self.is_abandoned(frozen):
                     trial = self.optuna.trial.Trial(self.study, frozen._trial_id)
-                    trial.set_user_attr("owner", self.run)
+                    trial.set_user_attr("owner", self.run_name)
                     return trial, [entry for entry in trials if entry.number != frozen.number]
             started = {frozen.user_attrs.get("start") for frozen in trials}
             unstarted = [k for k in range(len(starts)) if k not in started]
@@ -119,7 +119,7 @@ class Study:
                 multivariate=True, group=True, seed=self.seed + len(trials)
             )
             trial = self.study.ask()
-            trial.set_user_attr("owner", self.run)
+            trial.set_user_attr("owner", self.run_name)
             return trial, trials
 
     def tell(self, trial: Any, state: str, values: list[float] | None = None) -> None:

@@ -32,7 +32,7 @@ class BlockScheduler(DiffusionScheduler):
             )
 
     def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Round `num_new_tokens` (to schedule) down to whole blocks, unless it reaches the last known or legal token."""
+        """Round `num_new_tokens` (to schedule) down to whole blocks, except at the end of the tokens or the context."""
         new = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         end, block = num_computed_tokens + new, self.served.block
         num_known = request.num_tokens + len(request.spec_token_ids)
