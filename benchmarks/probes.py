@@ -176,7 +176,7 @@ def run(name: str, module: nn.Module, settings: Settings | None, steps: int, see
         seconds = time.process_time() - began
         stack, calls = session.transformers[0].stack, session.report().calls
     evaluated = sum(call.evaluated / (call.evaluated + call.forecast) for call in calls)
-    always = 0.0 if stack is None else 1 - len(stack.forecasts) / len(stack.places)
+    always = 0.0 if stack is None else 1 - len(stack.forecast_places) / len(stack.places)
     blocks = (evaluated * (1 - always) + len(calls) * always) / steps
     return {"latent": latent, "seconds": seconds, "evaluated": evaluated, "blocks": blocks}
 

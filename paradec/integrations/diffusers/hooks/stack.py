@@ -64,13 +64,13 @@ class Stack:
         self.owner = owner
         self.rule = rule if isinstance(rule, Probe) else None
         head, tail = (self.rule.head, self.rule.tail) if self.rule is not None else (0, 0)
-        self.start, self.stop = head, len(places) - tail
+        self.places, self.start, self.stop = places, head, len(places) - tail
         if self.start >= self.stop:
             raise ValueError(
                 f"when={rule.name!r} always evaluates the first {head} and the last {tail} blocks; "
                 f"{owner.name} has {len(places)}, so there is none to skip"
             )
-        self.forecasts = places[self.start : self.stop]
+        self.forecast_places = places[self.start : self.stop]
         self.call: StackCall | None = None
         first_places = {id(modules[place.name]): place for place in reversed(places)}  # blocks may be shared
         blocks = [(modules[place.name], place) for place in reversed(first_places.values())]

@@ -157,7 +157,7 @@ class Transformer:
         if kind == "stack":
             self.stack = Stack(self, rule, places, modules)
             self.hooks += self.stack.hooks
-            places = self.stack.forecasts
+            places = self.stack.forecast_places
         places = [place for place in places if names[id(modules[place.name])] == place.name]
         self._run_eagerly(places, modules)
         if self.stack is None:
