@@ -68,8 +68,8 @@ class Batch:
     A prompt that raises before its first step fails alone: its output has the error. When a step of several rows
     raises, each row starts again alone, with the same result; a row whose steps raise again fails.
 
-    When a group runs out of memory, its younger half starts again once there is room, with the same result. From then
-    on, fewer positions are evaluated together. A row fails if it runs out of memory alone.
+    When a group runs out of memory, its younger half (with `compile`, all of it) starts again once there is room, with
+    the same result. From then on, fewer positions are evaluated together. A row fails if it runs out of memory alone.
 
     Args:
         model: from `paradec.load` or `paradec.wrap`; its kind must be in `slots.KINDS`.

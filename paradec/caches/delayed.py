@@ -20,8 +20,8 @@ class DelayedCache(RangeCache):
     its left waits `cache_delay_iter` steps, in which whole rows are evaluated; the next step evaluates the block a last
     time. The prompt waits too, from the first step.
 
-    Designed for several open blocks (`paradec.PipelinedBlocks`), since new tokens change their neighbours' keys and
-    values, but works with all block policies. Approximate on bidirectional models, where cached keys ignore new tokens.
+    The delay is meant for several open blocks (`paradec.PipelinedBlocks`): tokens of the later blocks change keys and
+    values of a full block. All block policies work. Approximate on bidirectional models: cached keys ignore new tokens.
     Differences from the public codes: the code for Dream stores waiting blocks in whole steps, counts them as not
     stored and attends to them twice. Here a row has one stored length, as in the code for LLaDA. On shifted models the
     position left of the first undecided block is evaluated too; the code for Dream reads the wrong logits there.
@@ -30,9 +30,9 @@ class DelayedCache(RangeCache):
         cache_delay_iter: steps that a full block waits, at least 1; the published scripts use 1 and 2.
         refresh_interval: n; every n-th step of a row evaluates the whole row, unless a block becomes cached in this
             step. The code's 10000 in effect means never.
-        waiting: "all": each block waits from the step that fills it (the code for Dream). "first": only the first block
-            that is not cached waits; the next one from the step that caches it (the code for LLaDA). None: "first" for
-            models that predict in place, "all" for shifted models.
+        waiting: "all": each block waits from the step that fills it (the code for Dream). "first": one block waits at a
+            time; the next begins to wait when this block is cached (the code for LLaDA). None: "first" for models that
+            predict in place, "all" for shifted models.
     """
 
     cache_delay_iter: int = 1

@@ -28,7 +28,7 @@ class Suffix:
     """Masks after the open block to evaluate. They are chosen when a block opens, and keep their position ids.
 
     Tokens of the prompt are always evaluated, and distances include them. A row's masks depend only on its seed, its
-    prompt and the block's position. The default is "cut": in our measurements DPad's random choice gave equal answers
+    prompt and the block's position. The default is "cut": the random choice of DPad gave equal answers in measurements
     (docs/caches.md). DPad's early termination is `eos_early_stop`, which does not wait for the block's end.
 
     Args:

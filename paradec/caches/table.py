@@ -48,15 +48,12 @@ def verdict(sampler: Any, cache: Any, facts: Any, stores: bool = True) -> Verdic
         return Verdict(REFUSED, f"the sampler needs a model that predicts in place ('same'); {facts.name} does not")
     if facts.topology == "causal_context" and (sampler.needs.multi_step or sampler.needs.mask_probes):
         return Verdict(
-            REFUSED,
-            "the sampler puts several steps in one call, but a block's first token needs a separate call before them",
+            REFUSED, "the sampler puts several steps in one call, but a block's first token needs a separate call"
         )
     if not cache.facts.uses_store:
         return Verdict(EXACT)
     if not stores:
-        return Verdict(
-            REFUSED, f"{facts.name} does not run over a key/value store, which the cache needs: use cache='none'"
-        )
+        return Verdict(REFUSED, f"the cache needs a key/value store, which {facts.name} cannot use: use cache='none'")
     if facts.topology not in cache.facts.topologies:
         needed = " or ".join(topology.replace("_", "-") for topology in cache.facts.topologies)
         return Verdict(REFUSED, f"the cache needs a {needed} model; {facts.name} is {facts.topology.replace('_', '-')}")
@@ -96,9 +93,7 @@ def prefix_verdict(cache: Any, facts: Any) -> Verdict:
     if facts.topology not in cache.facts.topologies:
         return Verdict(REFUSED, f"the cache does not work with {facts.topology.replace('_', '-')} models")
     if facts.topology == "causal_context":
-        return Verdict(
-            REFUSED, "a stored prefix may end within a block, because blocks begin where a row's prompt ends"
-        )
+        return Verdict(REFUSED, "a prefix may end within a block, because blocks begin where a row's prompt ends")
     if facts.topology == "block_causal":
         return Verdict(EXACT) if cache.exact_for(facts.topology) else Verdict(APPROXIMATE, "the cache is approximate")
     return Verdict(APPROXIMATE, "the prefix was evaluated without later tokens; exact when the model has one layer")

@@ -1,6 +1,6 @@
 """A `DeviceEngine` whose slots are refilled (`paradec.batching`).
 
-A row is copied to the group's state on the host only when it ends, is requeued or is read by a streamer. The engine is
+A row is copied to the group's state on the host only when it ends or is read by a streamer. The engine is
 larger than its rows need (`StepLayout.for_slots`), so that its graphs serve later rows. If a row does not fit, all rows
 move into a larger engine.
 """

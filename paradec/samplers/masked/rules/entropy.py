@@ -10,8 +10,8 @@ from paradec.samplers.masked.rules.dream import DreamSampler
 @dataclass(frozen=True)
 class Entropy(DreamSampler):
     """Score a position by the negative entropy of the distribution that its token is drawn from. For small vocabularies
-    1e-10 is added within the logarithm, as in the public code. For large vocabularies the score is the plain entropy in
-    float32, which differs by at most 1e-10 per entry of the vocabulary."""
+    1e-10 is added within the logarithm, as in the public code. For large vocabularies nothing is added, which changes
+    the score by at most 1e-10 per entry of the vocabulary, and the score is computed in float32."""
 
     name = "entropy"
     summary = "the most confident tokens by entropy, on Dream's time grid"
