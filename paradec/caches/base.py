@@ -85,7 +85,7 @@ class Cache(Component):
     Class attributes:
         exact_when: further conditions, besides `facts.exact_on`, under which logits equal those without a cache; text.
         gathers_positions: whether partial steps gather single positions, which is slow for one short row.
-        device_step: whether `compile=True` works; a method `range` must then accept tensors. Subclasses do not inherit it.
+        device_step: whether `compile=True` works; then a method `range` must accept tensors. Not inherited.
     """
 
     kind: ClassVar[str] = "cache"

@@ -36,18 +36,18 @@ class CanvasStore(KeyValueStore):
             self._allocate(key_states, value_states, layer_idx)
         flat = self._bound_call().flat
         assert flat is not None  # an "encode" call has slots
-        for store, fresh in ((self.layer_keys[layer_idx], key_states), (self.layer_values[layer_idx], value_states)):
-            by_position = fresh.transpose(1, 2).to(store.dtype)
-            store.flatten(0, 1).index_copy_(0, flat.to(store.device), by_position.flatten(0, 1))
+        for buffer, fresh in ((self.layer_keys[layer_idx], key_states), (self.layer_values[layer_idx], value_states)):
+            by_position = fresh.transpose(1, 2).to(buffer.dtype)
+            buffer.flatten(0, 1).index_copy_(0, flat.to(buffer.device), by_position.flatten(0, 1))
         return self.read(layer_idx, self.layer_keys), self.read(layer_idx, self.layer_values)
 
     def read(self, layer: int, layers: dict[int, Tensor]) -> Tensor:
         """Read the bound rows of `layers` (keys or values) in a layer's window: [R, kv_heads, K, head_dim]."""
-        call, store = self._bound_call(), layers[layer]
+        call, buffer = self._bound_call(), layers[layer]
         part = slice(self.first_visible(self.windows[layer]), call.visible_length)
         if call.selection is not None:
-            return store[call.selection, part].transpose(1, 2)
-        return store[:, part].index_select(0, call.rows.to(store.device)).transpose(1, 2)
+            return buffer[call.selection, part].transpose(1, 2)
+        return buffer[:, part].index_select(0, call.rows.to(buffer.device)).transpose(1, 2)
 
 
 class _Layer:

@@ -156,20 +156,20 @@ class KeyValueStore(Cache):
         if layer_idx not in self.layer_keys:
             self._allocate(key_states, value_states, layer_idx)
         call, outputs = self._bound_call(), []
-        for store, fresh in ((self.layer_keys[layer_idx], key_states), (self.layer_values[layer_idx], value_states)):
+        for buffer, fresh in ((self.layer_keys[layer_idx], key_states), (self.layer_values[layer_idx], value_states)):
             by_position = fresh.transpose(1, 2)
             if call.flat is not None:
-                flat = call.flat if call.flat.device == store.device else call.flat.to(store.device)
-                store.flatten(0, 1).index_copy_(0, flat, by_position.to(store.dtype).flatten(0, 1))
-            outputs.append(self._read(store, by_position, call, value_states.dtype).transpose(1, 2))
+                flat = call.flat if call.flat.device == buffer.device else call.flat.to(buffer.device)
+                buffer.flatten(0, 1).index_copy_(0, flat, by_position.to(buffer.dtype).flatten(0, 1))
+            outputs.append(self._read(buffer, by_position, call, value_states.dtype).transpose(1, 2))
         return tuple(outputs)
 
-    def _read(self, store: Tensor, fresh: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
+    def _read(self, buffer: Tensor, fresh: Tensor, call: _Call, dtype: torch.dtype) -> Tensor:
         """Read the visible slots, then the call's columns if `call.side_by_side`: [R, K, kv_heads, head_dim]."""
         if call.selection is not None:
-            stored = store[call.selection, : call.visible_length]
+            stored = buffer[call.selection, : call.visible_length]
         else:
-            stored = store[:, : call.visible_length].index_select(0, call.rows.to(store.device))
+            stored = buffer[:, : call.visible_length].index_select(0, call.rows.to(buffer.device))
         stored = stored.to(dtype)
         return torch.cat((stored, fresh.to(dtype)), 1) if call.side_by_side else stored
 

@@ -83,11 +83,11 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if request.suffix is not None:
         check_suffix(request, sampler, model, cache, policy, len(rows), has_holes, bool(early_rules))
 
-    ends = lengths + num_new
+    row_ends = lengths + num_new
     if facts.topology == "block_causal" and num_new:  # decode the whole last block; `requested_end` cuts it off
-        ends = np.minimum(facts.block_bounds(starts, ends, starts)[1], facts.max_length or LONGEST_BLOCK)
-    canvas = pad_rows(rows, int(ends.max()), mask_id)
-    canvas[np.arange(canvas.shape[1]) >= ends[:, None]] = facts.fill_token_id
+        row_ends = np.minimum(facts.block_bounds(starts, row_ends, starts)[1], facts.max_length or LONGEST_BLOCK)
+    canvas = pad_rows(rows, int(row_ends.max()), mask_id)
+    canvas[np.arange(canvas.shape[1]) >= row_ends[:, None]] = facts.fill_token_id
     is_prompt = (np.arange(canvas.shape[1]) < lengths[:, None]) & (canvas != mask_id)
     if request.eos_early_stop and facts.eos_token_ids:
         stop_rules.append(EndOfText(list(facts.eos_token_ids), mask_id, answer_start))
@@ -107,7 +107,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         is_prompt=torch.as_tensor(is_prompt, device=device),
         prompt_length=starts,
         answer_start=answer_start,
-        length=ends,
+        length=row_ends,
         requested_end=lengths + num_new,
         max_new_tokens=num_new,
         keys=torch.as_tensor(row_keys(seeds, rows, prompts.copy_indices), device=device),
@@ -119,7 +119,7 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
         generator=generator,
     )
     if request.steps is not None:
-        state.steps_per_block = -(-request.steps // count_blocks(request.steps, policy, starts, ends))
+        state.steps_per_block = -(-request.steps // count_blocks(request.steps, policy, starts, row_ends))
     state.features = _make_features(state, sampler, model, early_rules, reuse)
     open_blocks(state, np.arange(state.batch))
     dtype = getattr(model, "dtype", None)  # None for schedulers and engines, whose caller allocates the logits

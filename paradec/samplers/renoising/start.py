@@ -97,9 +97,9 @@ def start_state(sampler: Any, model: Any, prompt: Any, request: Request, attenti
     if sampler.early_stop:
         stability_rule = StabilityRule(settings["stability_threshold"], settings["confidence_threshold"])
     if request.steps is not None:
-        counts = np.array([len(row) for row in starts])
-        check_steps(request.steps, counts, "canvases")
-        steps = -(-request.steps // int(counts.max()))
+        num_canvases = np.array([len(row) for row in starts])
+        check_steps(request.steps, num_canvases, "canvases")
+        steps = -(-request.steps // int(num_canvases.max()))
     if request.eos_early_stop and facts.eos_token_ids:
         stop_rules.append(EndOfText(list(facts.eos_token_ids), HOLE, np.where(has_holes, answer_start, 0)))
     sizes = {"window": width, "hidden": model.hidden_size}

@@ -79,8 +79,8 @@ class Prophet:
         if callable(self.answer):
             ids = state.canvas.cpu().numpy()
             answers = [
-                self.answer(ids[row, : state.length[row]].copy(), int(answer_start))
-                for row, answer_start in zip(window.rows, start, strict=True)
+                self.answer(ids[row, : state.length[row]].copy(), int(first_position))
+                for row, first_position in zip(window.rows, start, strict=True)
             ]
         in_answer = np.zeros((len(start), state.canvas.shape[1]), bool)
         is_known = np.zeros(len(start), bool)
