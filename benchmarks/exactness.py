@@ -423,8 +423,8 @@ def lossy() -> Iterator[tuple[str, CausalSampler, TableModel]]:
 
 
 def partly_verified() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield (name, sampler, request) of S2D2: its presets, drafts always and never verified. Even at temperature 0 it
-    verifies drafts with the probabilities of temperature 1, so answers are random; they are compared with those."""
+    """Yield (name, sampler, request) of S2D2, with its presets and with drafts that are always or never verified. It
+    verifies with the probabilities of temperature 1 even at temperature 0; answers are compared with temperature 1."""
     create = paradec.samplers.create
     for temperature, name in itertools.product((0, 1), paradec.samplers.get("s2d2").presets):
         request = {"temperature": float(temperature)}
