@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("thinned") and not item.get_closest_marker("full"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, group in cases.items():
-        interval = min(11, len(group))  # prime: in a product of parameters, each value is kept in some case
+        interval = min(11, len(group))  # 11 is prime: if parameters are multiplied, cases with every value are kept
         for index, item in enumerate(group, zlib.crc32(name.encode())):
             if index % interval:
                 item.add_marker("further")

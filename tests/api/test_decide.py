@@ -128,7 +128,7 @@ def plain_log_p(model: Any, row: list[int], position: int, ids: list[int], promp
 
 
 def plain_scores(model: Any, text: str, labels: list[str]) -> list[float]:
-    """Return the log-probability of each label, token by token. text: the user's turn."""
+    """Return the log-probability of each label, computed token by token. text: the user's turn."""
     prompt, texts = chat_ids(f"<|turn|>user\n{text}<|end|>\n<|turn|>assistant\n"), [chat_ids(label) for label in labels]
     longest, is_causal = max(map(len, texts)), model.facts.topology == "causal"
     has_prefixes = any(a != b and b[: len(a)] == a for a in texts for b in texts)

@@ -36,7 +36,7 @@ print(sorted({heavy} & {{*sys.modules}}) + sorted({{*paradec.__all__}} - {{*dir(
 import paradec.cli
 print(sorted({heavy} - {{'typer'}} & {{*sys.modules}}))
 """
-    # plugins of other packages are listed at the first use and imported only when used by name
+    # listing the names does not import plugins of other packages, which may import torch
     assert run_python(code) == ["[]", "[]"]
 
 

@@ -51,7 +51,7 @@ CAUSAL.remove("self_speculative")  # needs other models
 
 
 def list_cases() -> list[tuple[str, str, str]]:
-    """List (sampler, drafter, key of SHAPES) for every sampler; lossy samplers have fewer cases."""
+    """List (sampler, drafter, key of SHAPES) for every sampler that decodes text; lossy samplers have fewer cases."""
     result = []
     for name in CAUSAL:
         kind = samplers.get(name)

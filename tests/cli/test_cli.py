@@ -350,7 +350,7 @@ def test_an_interrupt_during_the_start(as_module: bool, debug: str, imported: st
 
 
 def test_an_interrupt_while_many_answers_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers are printed when they are ready."""
+    """Answers are printed as soon as they are ready, so those before the interrupt are printed."""
     echo = typer.echo
 
     def print_and_interrupt(message: str, **options: Any) -> None:

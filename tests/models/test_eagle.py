@@ -248,7 +248,7 @@ def test_dynamic_trees_follow_eagle_2(loader: Any, temperature: float) -> None:
                 shapes.add(tuple(layout.parents[i].tolist()))
                 for node in range(1, tree.nodes):
                     assert node in layout.children[i, layout.parents[i, node]] and layout.depths[i, node] <= 3
-    assert len(shapes) > 1 and max(rooms) > 3  # trees and limits differ between rows
+    assert len(shapes) > 1 and max(rooms) > 3  # trees differ, and some have room for more than their depth
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

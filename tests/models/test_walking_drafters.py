@@ -202,7 +202,7 @@ VARIANTS = [
 def test_windows_causality_and_the_first_row(
     name: str, change: Any, is_causal: bool, is_anchored: bool, first: int, tmp_path: Path, base: Model
 ) -> None:
-    """Missing fields have the public code's defaults. first: index of the first position of a block that is a draft."""
+    """Missing fields have the public code's defaults. first: index within a block of the first slot with a draft."""
     drafter = paradec.load_drafter(rewrite_checkpoint(name, tmp_path, change), base=base)
     settings = drafter.settings
     assert (settings.causal, settings.anchored, settings.first_draft) == (is_causal, is_anchored, first)

@@ -73,6 +73,6 @@ def test_right_wrong_tied_and_unknown_cases_are_distinguished(tmp_path: Path) ->
 
 
 def has_accepted_window(path: Path) -> bool:
-    """Return whether a row of the case accepts its whole window, so that its last token is a fresh draw."""
+    """Return whether some row of the case accepts its whole window, so that its last token is a fresh draw."""
     case = json.loads(path.read_text())
     return case["settings"]["window"] in case["expected"]["first_reject_slot"]

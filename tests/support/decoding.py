@@ -44,7 +44,7 @@ def covering(*parameters: Iterable[Any]) -> list[Any]:
 
 
 def fits(name: str, model: Model) -> bool:
-    """Return whether the model has the topology, mask probes and deletion token that the sampler needs."""
+    """Return whether the model has the topology and deletion token, and allows the mask probes, of the sampler."""
     needs = getattr(samplers.get(name), "needs", Needs())
     if needs.why_unsupported(model.facts) is not None or needs.moves and model.facts.delete_token_id is None:
         return False

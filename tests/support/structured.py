@@ -132,7 +132,7 @@ def accepts(automaton: TokenAutomaton, text: Any, state: int = 0) -> bool:
 
 
 def texts_of(automaton: TokenAutomaton, canvas: Canvas) -> Iterator[tuple[int, ...]]:
-    """Yield all token sequences that the automaton accepts and that agree with a canvas, in order."""
+    """Yield all token sequences that the automaton accepts and that agree with a canvas, in lexicographic order."""
     all_tokens = sorted(automaton.runs.tokens.tolist())
     for text in itertools.product(*(all_tokens if token is None else [token] for token in canvas)):
         if accepts(automaton, text):

@@ -29,7 +29,7 @@ def model() -> ProteinMPNNModel:
 
 
 def distribution(model: ProteinMPNNModel, number: int, letters: Tensor, order: list[int]) -> Tensor:
-    """Return the log-probabilities [L, 20] (without X) of each residue, conditioned on the residues before it."""
+    """Return log-probabilities [L, 20] (without X), for each residue given the residues before it in `order`."""
     logits = model.module(model.encodings[number], letters[None], torch.tensor([order]).argsort())[0]
     return logits[:, :20].log_softmax(-1)
 

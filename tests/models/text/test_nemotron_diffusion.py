@@ -261,7 +261,7 @@ def test_block_diffusion_traces(path: Path, cache: str) -> None:
             assert state.canvas[0, begin : begin + len(case["tokens"])].tolist() == case["tokens"]
             if cache == "block" and model.facts.topology == "causal_context":
                 assert evaluated == width
-            # a further forward stores every finished block
+            # after each block, a further forward stores it
             calls, last = [[0, begin, int(context), 1, 0]], 0
             for step in case["steps"]:
                 start = begin + step["block"] * block

@@ -96,7 +96,7 @@ def without_times(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_seeds_and_blocks_match_generate(packaged: Model) -> None:
-    """Seeded draws are equal. Rows with unequal numbers of blocks divide their steps by the largest number."""
+    """Seeded draws are equal. If rows have unequal numbers of blocks, steps are a multiple of the largest number."""
     facts = packaged.facts
     model = paradec.wrap(
         packaged.module, tokenizer=packaged.tokenizer, mask_token_id=facts.mask_token_id, prediction="same",

@@ -139,8 +139,8 @@ def test_blocks_are_scored_in_order(longest: int) -> None:
     parts = [score(model, CONTEXT, row[5:8], samples=7), score(model, row[:8], row[8:], samples=1)]
     actual = score(model, samples=7)
     assert actual.value == pytest.approx(sum(part.value for part in parts), abs=1e-9) and actual.forwards == 8
-    assert score(model, row[:3], row[3:7], samples=7).samples == 7  # the larger number of two blocks: the second's
-    assert actual.samples == 7  # the first's
+    assert score(model, row[:3], row[3:7], samples=7).samples == 7  # of two blocks the larger number: the second's
+    assert actual.samples == 7  # here the first block's
 
 
 def test_causal_models_are_exact() -> None:
