@@ -264,7 +264,7 @@ class Reply:
         response: dict[str, Any] = {**self._head, "choices": choices}
         if has_usage:
             prompt, completion = sum(map(len, self.rows)), sum(answer.num_tokens for answer in self.answers)
-            reused = [answer.num_reused for answer in self.answers]  # below, the `n` answers to a prompt count once
+            reused = [answer.num_reused for answer in self.answers]  # `cached` counts the `n` answers to a prompt once
             cached = sum(min(reused[begin : begin + self.n]) for begin in range(0, len(reused), self.n))
             counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
             response["usage"] = {**counts, "prompt_tokens_details": {"cached_tokens": cached}}

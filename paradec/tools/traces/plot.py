@@ -16,8 +16,8 @@ COLOURS = {"full": "tab:blue", "forecast": "lavender", "prefix": "tab:brown"}
 
 def figure(traces: Sequence[Trace], names: Sequence[str] = ()) -> Any:
     """Draw a matplotlib figure with one column per run. The upper plot shows the step that decided each position (or
-    image token) of the first row. The lower plot shows the cost of each step, in the trace's unit. Raises
-    ModuleNotFoundError: matplotlib is not installed; and the errors of `check_runs`."""
+    image token) of the first row; without a canvas, each step's kind. The lower plot shows each step's cost, in the
+    trace's unit. Raises ModuleNotFoundError: matplotlib is not installed; and the errors of `check_runs`."""
     run_names = check_runs(traces, names)
     check_matplotlib()
     from matplotlib.figure import Figure

@@ -163,7 +163,7 @@ def _select_decisions(model: Any, states: Rollout, row: int, shrink: int, writes
 
 
 def _list_writes(states: Rollout, row: int) -> Tensor:
-    """Return [N, 3] int64: step, position and token of every write in a row, in the order of steps."""
+    """Return [N, 3] int64: step, position and token of each of a row's writes, in the order of steps."""
     if states.writes is not None:
         return states.writes[states.writes[:, 0] == row, 1:]
     steps = states.step_map[row]

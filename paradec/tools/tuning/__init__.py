@@ -1,4 +1,4 @@
-"""Search for settings that suit a model and its prompts. Settings are chosen on one half, and reported on the other."""
+"""Search for settings that suit a model and its prompts: chosen on one half of the prompts, reported on the other."""
 
 from paradec.tools.tuning.prompts import read_prompts
 from paradec.tools.tuning.result import Tuning

@@ -173,7 +173,7 @@ def tune(
 
 
 def check_search(objective: Any, trials: Any, minutes: Any, tolerance: Any, batch: Any, seed: Any) -> None:
-    """Raise ValueError for one of these arguments of `tune` out of its range."""
+    """Raise ValueError if one of these arguments of `tune` is out of its range."""
     check_choice("objective", objective, OBJECTIVES)
     check_int("trials", trials, low=0)
     check_int("batch", batch, low=1)

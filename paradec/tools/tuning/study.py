@@ -41,7 +41,7 @@ def check_installed() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide Optuna's warnings and messages below warnings."""
+    """Hide Optuna's Python warnings, and its log messages below the level of warnings."""
     import optuna  # noqa: F401 - creates the logger
 
     logger = logging.getLogger("optuna")

@@ -76,7 +76,7 @@ class RecapSession(PipelineSession):
         self.hooks = [
             Hook(transformer, self._call),
             Hook(layers[0], self._call_first_layer, "paradec_first"),
-            Hook(layers[-1], self._call_last_layer, "paradec_last"),  # with a single layer, wraps the hook above
+            Hook(layers[-1], self._call_last_layer, "paradec_last"),  # with a single layer, wraps the previous hook
         ]
 
     def report(self) -> RecapReport:

@@ -67,7 +67,7 @@ class Report:
 
     @property
     def speedup(self) -> float | None:
-        """Speed-up of this run over one with full calls only, estimated by the median time of each transformer's full
+        """Speed-up over a run with full calls only, estimated by the median time of each transformer's full
         calls; None without calls, or if a called transformer has no full calls."""
         full_seconds: dict[str, list[float]] = {}
         for call in self.calls:
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def why_nothing_skipped(self) -> str | None:
-        """The reason why all calls were full, in one line; None if a call was not."""
+        """The reason why all calls were full, in one line; None if any call was not full."""
         if any(call.kind != "full" for call in self.calls):
             return None
         steps = len({call.step for call in self.calls})
