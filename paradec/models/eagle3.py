@@ -172,17 +172,17 @@ def load_eagle3(
 ) -> Eagle3Drafter:
     """Load an EAGLE-3 drafter, as `load_drafter` does."""
     name = "transformer_layer_config"
-    sizes = check_object(name, config.get(name, config), f"config.json of {source!r}")
-    if sizes.get("num_hidden_layers", 1) != 1:
-        layers = short_repr(sizes["num_hidden_layers"])
+    fields = check_object(name, config.get(name, config), f"config.json of {source!r}")
+    if fields.get("num_hidden_layers", 1) != 1:
+        layers = short_repr(fields["num_hidden_layers"])
         raise CheckpointError(f"config.json of {source!r}: num_hidden_layers={layers}; EAGLE-3's drafters have 1")
     size_name = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
     base_sizes = {
-        size_name: config.get("target_hidden_size") or sizes.get("hidden_size"),
-        "vocab_size": sizes.get("vocab_size"),
+        size_name: config.get("target_hidden_size") or fields.get("hidden_size"),
+        "vocab_size": fields.get("vocab_size"),
     }
     check_base_sizes(source, base, **base_sizes)
-    layer_config = build_layer_config(source, sizes)
+    layer_config = build_layer_config(source, fields)
     settings = _read_settings(source, config, base)
     weights = {key.replace("layers.0.", "midlayer.", 1): tensor for key, tensor in weights.items()}
     tables = {key: weights.pop(key) for key in TABLES if key in weights}

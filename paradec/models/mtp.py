@@ -197,13 +197,13 @@ def _weight_slots(module: nn.Module) -> dict[str, Tensor]:
 
 def _check_config(source: str, config: Mapping[str, Any], base: Model) -> None:
     name = "transformer_layer_config"
-    sizes = check_object(name, config.get(name, config), f"config.json of {source!r}")
-    base_sizes = base.text_config.to_dict()
-    sizes, base_sizes = ({**(fields.get("rope_parameters") or {}), **fields} for fields in (sizes, base_sizes))
+    fields = check_object(name, config.get(name, config), f"config.json of {source!r}")
+    base_fields = base.text_config.to_dict()
+    fields, base_fields = ({**(part.get("rope_parameters") or {}), **part} for part in (fields, base_fields))
     for name in MATCHING_FIELDS:
-        size = sizes.get(name)
-        if None not in (size, base_sizes.get(name)) and size != base_sizes[name]:
+        value = fields.get(name)
+        if None not in (value, base_fields.get(name)) and value != base_fields[name]:
             raise CheckpointError(
-                f"{source!r} has {name}={short_repr(size)}, {base.facts.name} has {short_repr(base_sizes[name])}: its "
-                "MTP heads draft for another model"
+                f"{source!r} has {name}={short_repr(value)}, {base.facts.name} has {short_repr(base_fields[name])}: "
+                "its MTP heads draft for another model"
             )

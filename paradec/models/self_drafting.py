@@ -1,4 +1,4 @@
-"""Causal models that make their own drafts: they fill a block of masks over the causal store. Some use an adapter."""
+"""Causal models that make their own drafts, in a block of masks after causal keys and values; some use an adapter."""
 
 from __future__ import annotations
 

@@ -96,10 +96,10 @@ class MultiScaleVQ(nn.Module):
     def smooth_codes(self, codes: Tensor, index: int, scales: Sequence[int]) -> Tensor:
         """Upsample and smooth codes [B, n * n, C] of scale `index` -> their term of the sum, [B, C, s, s]."""
         side, full = scales[index], scales[-1]
-        grid = rearrange(codes, "b (h w) c -> b c h w", h=side)
+        code_map = rearrange(codes, "b (h w) c -> b c h w", h=side)
         if index < len(scales) - 1:
-            grid = interpolate(grid, size=(full, full), mode="bicubic")
-        return self.quantize.quant_resi(grid, index / max(len(scales) - 1, 1))
+            code_map = interpolate(code_map, size=(full, full), mode="bicubic")
+        return self.quantize.quant_resi(code_map, index / max(len(scales) - 1, 1))
 
     def downsample(self, features: Tensor, side: int) -> Tensor:
         """Average features [B, C, s, s] over areas: the input [B, side * side, C] of the scale with this side."""
