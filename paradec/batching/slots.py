@@ -254,7 +254,7 @@ class DeviceGroup(Group["MaskedState"]):
             return self.rows.step()
 
     def commit(self, proposal: Any) -> None:
-        self.state.finish(np.flatnonzero(~proposal))  # of `DeviceRows.step`: which rows still run
+        self.state.finish(np.flatnonzero(~proposal))  # proposal: [slots] bool, rows that still run
 
     def sync(self, slots: np.ndarray) -> None:
         assert self.rows is not None

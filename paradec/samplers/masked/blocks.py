@@ -127,7 +127,7 @@ def close_blocks(
     state: MaskedState, rows: np.ndarray, ends: np.ndarray | None, hold: np.ndarray | None = None, changed: bool = False
 ) -> None:
     """Finish rows at their `ends` [R] (from `find_ends`), and move rows with a full block to the next block.
-    hold: [R] bool, rows whose full block stays open. changed: whether the end of a block has changed in this step."""
+    hold: [R] bool, rows whose full block stays open. changed: True makes new windows even if no row moves."""
     full = state.remaining[rows] == 0
     if hold is not None:
         full &= ~hold
