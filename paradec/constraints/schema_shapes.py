@@ -117,7 +117,7 @@ SCALARS = {
     "boolean": languages.BOOLEANS,
     "null": languages.texts_language(["null"]),
 }
-"""All texts of each scalar type. Numbers have at most 15 digits, so that different numbers are different doubles."""
+"""Texts of each scalar type. Numbers have no exponents, and at most 15 digits, so that they differ as doubles too."""
 
 
 def restrict(kind: str, **facts: Any) -> tuple[Shape, ...]:
