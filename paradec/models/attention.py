@@ -55,8 +55,8 @@ def sdpa(
 
 
 def with_extras(function: Any) -> Any:
-    """Add two arguments to an attention function: `shared_prefix`, keys that all rows see (`caches.kept_prefix`), and
-    `attention_plan` (`WindowQuery.attention`)."""
+    """Add two arguments to an attention function: `shared_prefix`, with keys and values that all rows see
+    (`caches.kept_prefix`), and `attention_plan` (`WindowQuery.attention`)."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any

@@ -27,7 +27,7 @@ class LayerOutputs:
     """A context that records outputs of a network's layers.
 
     layers: all n layers of the network, in order.
-    indices: layers to read, from 0 to n. n - 1 is the last layer's output after the final norm, n before it."""
+    indices: layers to read, from 0 to n. n - 1 is the last layer's output after the final norm, n before this norm."""
 
     def __init__(self, layers: nn.ModuleList, indices: Sequence[int]):
         self.layers, self.indices = layers, tuple(indices)
