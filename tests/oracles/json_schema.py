@@ -41,7 +41,7 @@ def is_format(value: str, name: str) -> bool:
 
 
 def is_valid(value: Any, schema: Any, root: Any) -> bool:
-    """Return whether a value is valid. Keywords next to `$ref` are checked too. root: the schema of all references."""
+    """Return whether a value is valid. Keywords next to `$ref` are checked too. root: where references are resolved."""
     if isinstance(schema, bool):
         return schema
 
