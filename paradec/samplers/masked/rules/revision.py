@@ -68,8 +68,8 @@ def max_block_steps(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.nd
 
 
 def min_filled(sampler: Any, state: MaskedState, rows: np.ndarray) -> np.ndarray:
-    """Compute the minimum of masks filled minus positions taken back in this step, so that one mask in each later step
-    fills the block: [R] int64, maybe negative. With `Needs.moves`, only the last step must fill masks."""
+    """Return how many more masks this step must at least fill than it takes back, so that one mask in each later step
+    fills the block: [R] int64, may be negative. With `Needs.moves`, only the last step must fill masks."""
     steps_left: np.ndarray = max_block_steps(sampler, state, rows) - state.block_step[rows] - 1
     if sampler.needs.moves:
         return np.where(steps_left > 0, -LONGEST_BLOCK, state.remaining[rows])
