@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 
 class Net:
-    """LLaDA or Dream in float64. A call evaluates some positions; a store keeps their keys and values for others."""
+    """LLaDA or Dream in float64. A call evaluates some positions; a store keeps the keys and values."""
 
     def __init__(self, config: dict[str, Any], weights: dict[str, Tensor]):
         self.weights = {name: value.double() for name, value in weights.items()}
