@@ -118,7 +118,7 @@ def decode(model: Model, cache: str, prompts: list[list[int]], shape: dict[str, 
             outputs = [call(q) if state.store is None else call(q, state.store) for q in queries]
             sampler.commit(state, sampler.propose(state, outputs, queries))
     seconds = time.process_time() - begin
-    cost = CacheCost.of(state)
+    cost = CacheCost.from_state(state, state.counts)
     state.store = None
     return {
         "seconds": seconds,

@@ -25,6 +25,7 @@ from paradec.tools.evaluation.configuration import COMBINATIONS
 from paradec.tools.evaluation.metrics import wilson
 from paradec.tools.evaluation.parallel import parallel
 from paradec.tools.evaluation.plot import frontier
+from paradec.tools.evaluation.questions import Question
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
 MAX_LOSS = 4
@@ -69,7 +70,7 @@ def choose_settings(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return changes
 
 
-def other_questions(per_task: int = 12) -> list[evaluation.Question]:
+def other_questions(per_task: int = 12) -> list[Question]:
     """Select `per_task` prompts of each task that the comparison did not use."""
     packaged_keys = {question.key for question in evaluation.packaged_questions(limit=per_task)}
     every = [question for question in evaluation.packaged_questions() if question.key not in packaged_keys]

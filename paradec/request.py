@@ -127,7 +127,7 @@ class Request:
         logits_eos_inf: never propose an end token.
         holes_eos_inf: never propose an end token in a hole (a mask before other tokens of the prompt).
         confidence_eos_eot_inf: commit end tokens last. (LLaDA's code delays <|endoftext|> at temperature 0 only.)
-        suppress_tokens: ids never proposed, besides the mask id; None: the ids without text.
+        suppress_tokens: ids never proposed, besides the mask id; None: the ids that stand for no text.
         logit_bias: numbers to add to logits, by id: {id: number from -100 to 100}.
         bad_words: texts (with a tokenizer) or sequences of ids that an answer must not contain. Samplers that decide
             positions in any order accept words of one token only.
@@ -139,7 +139,7 @@ class Request:
         stop: one or several stop rules, such as `paradec.Prophet()` (`paradec.samplers.masked.blocks`).
         constraint: a `paradec.Choice`, `Regex`, `JsonSchema` or `Grammar` for answers. For a prompt with masks, a list
             with one entry per hole, None where anything is allowed (docs/structured.md).
-        order: order of positions, for any-order models, decoded without a drafter: "random" (the default; from the
+        order: order in which any-order models without a drafter decide positions: "random" (the default; from the
             row's key), "chain" (left to right), a list of all positions or of all undecided ones (from 0), a list with
             one such list for each row, or an order of `paradec.core.orders`.
         num_return_sequences: answers per prompt, in neighbouring rows, each with its own draws.
@@ -182,7 +182,7 @@ class Request:
         None,
         lambda _, value: import_lazily("paradec.caches.suffix:Suffix").from_value(value),
         str | None,
-        "Leave out masks further after the open block: 64, or gaussian:256 to thin them out.",
+        "Keep this many masks after the open block: 64, or gaussian:256 to thin them out.",
         metavar="WINDOW",
     )
     blocks: str | BlockPolicy | None = argument(None, check_lazily("paradec.samplers.masked.policies:parse_policy"))
@@ -207,7 +207,7 @@ class Request:
     eos_early_stop: bool = argument(True, check_bool, bool, "End a row when everything before an end token is final.")
     logits_eos_inf: bool = argument(False, check_bool)
     holes_eos_inf: bool = argument(
-        False, check_bool, bool, "Fill holes without end tokens, which would shorten them.", option_default=True
+        False, check_bool, bool, "Write no end token into a hole: it would shorten the text there.", option_default=True
     )
     confidence_eos_eot_inf: bool = argument(False, check_bool)
     suppress_tokens: Sequence[int] | None = argument(None, check_integers)
@@ -393,7 +393,7 @@ def seed_matters(sampler: Sampler, temperature: float, suffix: Suffix | int | st
 
 
 def warn_of_unused(request: Request, sampler: Sampler, names: Collection[str]) -> None:
-    """Warn of `steps`, and of fields in `names`, without effect. Warnings point at the caller of the entry point."""
+    """Warn if `steps` or fields in `names` have no effect. Warnings point at the caller of the entry point."""
     if request.steps is not None and not sampler.uses_steps:
         warnings.warn(f"steps={request.steps} has no effect: sampler {sampler.name!r} has no schedule", stacklevel=4)
     if request.temperature != 0 or sampler.family not in ("masked", "draft_verify"):

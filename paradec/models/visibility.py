@@ -1,4 +1,4 @@
-"""Visible keys of a call's columns, by the model's topology, the query and the store."""
+"""The keys that each column (position) of a call sees, by the model's topology, the query and the store."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def visible_keys(facts: ModelFacts, query: Query, store: Any, makes_causal_mask:
         mask, keys = store.visible(query)
         structure = None  # the store's mask includes `query.visible`
     if structure is None and facts.topology != "bidirectional":
-        module_masks = makes_causal_mask and mask is None and store is None
-        structure = topology_mask(facts, query, keys, store, module_masks)
+        module_makes_mask = makes_causal_mask and mask is None and store is None
+        structure = topology_mask(facts, query, keys, store, module_makes_mask)
     if structure is None or mask is None:
         return mask if structure is None else structure[:, None]
     visible = structure[:, None] & mask
-    if store is None:  # let padding columns see themselves, so that their softmax is defined (with a store it is)
+    if store is None:  # let padding see itself, so that its softmax is defined (a store does so)
         visible |= torch.eye(visible.shape[-1], dtype=torch.bool, device=visible.device)
     return visible
 
 
-def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, module_masks: bool) -> Tensor | None:
+def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, module_makes_mask: bool) -> Tensor | None:
     """[R, Q, K] bool: the keys that each column sees by a topology other than "bidirectional"; None if it adds no mask.
     Raises ValueError for a query without `origin` or `visible` where the topology needs it.
 
     keys: [R or 1, K] int64, the keys' positions. store: has the keys; None if the call's own columns are the keys.
-    module_masks: whether a causal module makes the mask of this call."""
+    module_makes_mask: whether a causal module makes the mask of this call."""
     if store is not None and isinstance(query, VisibleQuery):
         return None
     if facts.topology == "block_causal":
@@ -56,7 +56,7 @@ def topology_mask(facts: ModelFacts, query: Query, keys: Tensor, store: Any, mod
         if query.visible is None:
             raise ValueError(f"{facts.name} has blocks over a causal context: the query needs `visible`")
         return None
-    if facts.topology.startswith("causal") and not module_masks:
+    if facts.topology.startswith("causal") and not module_makes_mask:
         return query.positions[:, :, None] >= keys[:, None, :]
     return None
 

@@ -14,7 +14,7 @@ import torch
 from decoding import facts_of, supported_fields
 from drafters import exactness
 from images import IMAGE_MODELS, image_model, tiny_llamagen
-from small_models import close_model, tiny_llama, wrap_causal
+from small_models import similar_model, tiny_llama, wrap_causal
 from torch import Tensor
 
 import paradec
@@ -421,7 +421,7 @@ def test_causal_samplers_at_every_temperature(name: str) -> None:
         assert not torch.isin(out.new_tokens, torch.tensor(arguments["suppress_tokens"])).any()
         return out.new_tokens
 
-    model, sampler = wrap_causal(mask_token_id=0), with_drafter(name, close_model, window=4)
+    model, sampler = wrap_causal(mask_token_id=0), with_drafter(name, similar_model, window=4)
     model.self_drafting = SelfDrafting(4)
     for temperature, filters in zip(TEMPERATURES, FILTERS, strict=True):
         tokens(temperature), tokens(temperature, **filters)

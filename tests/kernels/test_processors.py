@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = (
     *("tests/kernels/test_token_stats.py", "tests/kernels/test_block_sparse.py", "tests/kernels/test_int8.py"),
     *("tests/samplers/masked/rules/test_history_samplers.py", "tests/samplers/masked/test_traces.py"),
-    *("tests/caches/test_cache_traces.py", "tests/samplers/causal/test_sjd.py", "tests/samplers/test_statistics.py"),
+    *("tests/caches/test_cache_traces.py", "tests/samplers/causal/test_sjd.py", "tests/samplers/test_filters.py"),
 )
 
 pytestmark = pytest.mark.full

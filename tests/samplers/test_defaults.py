@@ -27,7 +27,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def test_samplers_caches_and_presets() -> None:
-    """In the table a window of None means 16, as in SJD's scripts; a canvas sampler's None is the model's value."""
+    """In settings.csv a window of None means 16, as in SJD's scripts; a canvas sampler's None is the model's value."""
     tables = load_script("benchmarks/tables.py")
     published = (ROOT / "docs" / "tables" / "settings.csv").read_text(encoding="utf-8")
     assert tables.to_csv(tables.settings_table()).splitlines() == published.splitlines()

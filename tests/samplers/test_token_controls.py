@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import refuses
-from small_models import END, MASK, VOCAB, close_model, tiny, tiny_gemma
+from small_models import END, MASK, VOCAB, similar_model, tiny, tiny_gemma
 from small_models import wrap_causal as causal
 
 import paradec
@@ -67,8 +67,8 @@ METHODS: dict[str, Callable[[], tuple[Any, Any]]] = {
     **{name: lambda name=name: (samplers.create(name, window=4), causal()) for name in ("sjd", "scd", "jacobi")},
     "sjd_pac": lambda: (samplers.create("sjd_pac", window=4, siblings=3, branching=2), causal()),
     "one by one": lambda: (samplers.create("sjd", window=1), causal()),
-    "speculative": lambda: (Speculative(drafter=close_model()), causal()),
-    "tree": lambda: (Speculative(drafter=close_model(), tree=(2, 2, 1)), causal()),
+    "speculative": lambda: (Speculative(drafter=similar_model()), causal()),
+    "tree": lambda: (Speculative(drafter=similar_model(), tree=(2, 2, 1)), causal()),
     "lookup": lambda: (Speculative(drafter=PromptLookup(5, 2)), causal()),
     "recycling": lambda: (Speculative(drafter="token_recycling", rule="naive"), causal()),
     "self_speculative": _self_drafting,

@@ -1,4 +1,4 @@
-"""DiffusionGemmaPipeline, with the EntropyBoundScheduler of diffusers and of paradec, equals transformers' generate and
+"""DiffusionGemmaPipeline with either EntropyBoundScheduler (diffusers' or paradec's) equals transformers' generate and
 paradec.generate, except for canvases that reach the last step."""
 
 import inspect

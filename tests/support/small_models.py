@@ -77,7 +77,7 @@ def wrap_causal(module: torch.nn.Module | None = None, **facts: Any) -> Model:
     return paradec.wrap(module or tiny_llama(), topology="causal", prediction="shifted", **facts)
 
 
-def close_model() -> Model:
+def similar_model() -> Model:
     """`tiny_llama` with a little noise on its weights: a drafter that often agrees with it."""
     module = tiny_llama()
     with torch.random.fork_rng(devices=[]):

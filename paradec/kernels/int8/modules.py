@@ -87,7 +87,7 @@ class Int8Linear(Int8Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, activations: int = 15) -> Int8Linear:
-        """Round the weights of a layer, on its device. Raises RuntimeError if its products would be inexact there."""
+        """Round the weights of a layer, on its device. Raises RuntimeError if integer products are inexact there."""
         weight, bias = linear.weight, linear.bias
         options: dict[str, Any] = {"activations": activations, "device": weight.device, "dtype": weight.dtype}
         layer = cls(linear.in_features, linear.out_features, bias is not None, **options)

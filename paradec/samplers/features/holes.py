@@ -28,7 +28,7 @@ class Holes(Feature):
 
 
 def exclude_ends(state: Any, logits: Tensor, holes: Tensor) -> None:
-    """Exclude end tokens from logits [R, W, V], or [R, n * W, V] of n windows, in `holes` [R, W] bool, in place."""
+    """Exclude end tokens in place, at `holes` [R, W] bool, from logits [R, W, V], or [R, n * W, V] for n windows."""
     if holes.shape[1] < logits.shape[1]:
         holes = holes.repeat(1, logits.shape[1] // holes.shape[1])
     end_logits = logits.index_select(-1, state.ends)

@@ -69,9 +69,9 @@ def test_a_custom_masked_model_generates_images() -> None:
 
     cold = paint(temperature=0, output_type="pt")
     assert torch.equal(cold.images, torch.tensor([2 / 3, 0.0]).view(2, 1, 1, 1).expand(2, 1, 3, 3))
-    assert cold.row_nfe == [3, 3] and cold.codes.unique().tolist() == [0, 2]  # steps are the model's default
+    assert cold.row_nfe == [3, 3] and cold.codes.unique().tolist() == [0, 2]  # the model's default steps
     drawn = paint(output_type="latent")
-    assert torch.equal(drawn.images, drawn.codes) and len(drawn.codes.unique()) > 2  # so is the temperature
+    assert torch.equal(drawn.images, drawn.codes) and len(drawn.codes.unique()) > 2  # the model's default temperature
     assert torch.equal(paint(output_type="latent", sampler="halton", steps=9).codes[0] < 4, torch.ones(3, 3).bool())
     assert [image.size for image in paint().images] == [(3, 3)] * 2 and isinstance(paint().images[0], Image.Image)
     assert paint(callback=lambda state, commit: True).images is None

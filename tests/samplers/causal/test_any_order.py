@@ -107,7 +107,7 @@ def test_calls_evaluate_undecided_positions_and_the_last_decided_one(model: Prot
     for step in out.trace.steps:
         assert step.forwarded == [evaluated]
         remaining -= len(step.commits)
-        evaluated = remaining + 1  # also the last decided token, which was not a draft
+        evaluated = remaining + 1  # also the last decided token: it was not a draft, so no call has read it
     assert remaining == 0 and 1 < out.nfe < 12 and len(out.trace.steps[0].commits) == 1
     first, second = out.trace.steps[:2]
     assert not first.rejected and len(second.rejected) + len(second.commits) - 1 == 10

@@ -11,7 +11,7 @@ import pytest
 import torch
 from drafters import decode_answers
 from oracles.causal import greedy
-from small_models import END, MASK, close_model, tiny, tiny_llama
+from small_models import END, MASK, similar_model, tiny, tiny_llama
 from small_models import wrap_causal as causal
 
 import paradec
@@ -34,7 +34,7 @@ def maker(name: str, **settings: Any) -> Callable[[], CausalSampler]:
 
 
 def with_drafter(**settings: Any) -> Callable[[], CausalSampler]:
-    return lambda: Speculative(drafter=close_model(), **settings)
+    return lambda: Speculative(drafter=similar_model(), **settings)
 
 
 METHODS: dict[str, Callable[[], CausalSampler]] = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from drafters import decode_answers
 from oracles.causal import greedy, zipar_by_hand
-from small_models import LLAMA_VOCAB, PROMPTS, close_model, tiny_llama, wrap_causal
+from small_models import LLAMA_VOCAB, PROMPTS, similar_model, tiny_llama, wrap_causal
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
@@ -25,7 +25,7 @@ def create_sampler(name: str) -> CausalSampler:
     settings = dict(SAMPLERS[name])
     kind = name.split(",")[0]
     if kind == "speculative":
-        settings["drafter"] = close_model()
+        settings["drafter"] = similar_model()
     return paradec.samplers.create(kind, **settings)
 
 

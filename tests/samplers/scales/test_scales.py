@@ -1,4 +1,4 @@
-"""VAR and CoDe: replays of the public codes, and comparisons with plain loops."""
+"""VAR and CoDe: replays of both public implementations, and comparisons with plain loops."""
 
 import copy
 import dataclasses
@@ -78,7 +78,7 @@ def test_scales_equal_plain_loops() -> None:
     torch.testing.assert_close(model.features(actual), total)
 
 
-def test_code_with_one_model_equals_var() -> None:
+def test_the_code_sampler_with_one_model_equals_var() -> None:
     model = tiny_var()
     large = tiny_var(seed=5, width=12, depth=3, vq=model.vq)
     plain = samplers.create("var", temperatures=(1.1, 1.1, 1.1, 1.0))
@@ -233,7 +233,7 @@ def model(system: str, name: str, dtype: torch.dtype = torch.float32) -> VARMode
 
 
 def dtype_of(record: dict[str, Any]) -> torch.dtype:
-    """Return float64 if the margin is too small for float32, except with PyTorch's draws, which would differ."""
+    """Return float64 if near-ties need it. Draws of a PyTorch generator stay in float32: in float64 they differ."""
     return torch.float32 if record["margin"] >= 1e-4 or "manual_seed" in record["draws"] else torch.float64
 
 
@@ -354,7 +354,7 @@ def test_var_replays(name: str) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", image_cases("code", "steps"))
 @replays("name", "code/")
-def test_code_replays(name: str) -> None:
+def test_the_code_sampler_replays(name: str) -> None:
     record, arrays = image_case("code", name)
     settings = record["settings"]
     refiner = model("var", record["refiner"], dtype_of(record))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from images import tiny_diffusion, tiny_mar, tiny_masked_image
-from small_models import PROMPTS, close_model, tiny, wrap_causal
+from small_models import PROMPTS, similar_model, tiny, wrap_causal
 from traces import scripts_trace
 
 import paradec
@@ -128,9 +128,9 @@ def test_combinations_record_the_rule_of_each_token(llada64: Model) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", ["sjd", "speculative", "tree"])
 def test_rejected_drafts_were_drafted_and_not_committed(name: str) -> None:
-    settings: dict[str, Any] = {"window": 5} if name == "sjd" else {"drafter": close_model(), "window": 5}
+    settings: dict[str, Any] = {"window": 5} if name == "sjd" else {"drafter": similar_model(), "window": 5}
     if name == "tree":
-        settings = {"drafter": close_model(), "tree": (2, 2, 1)}
+        settings = {"drafter": similar_model(), "tree": (2, 2, 1)}
     model, sampler = wrap_causal(), samplers.create("sjd" if name == "sjd" else "speculative", **settings)
     out = paradec.generate(model, PROMPTS, sampler=sampler, max_new_tokens=9, seed=5, temperature=1.0, trace=True)
     state = sampler.start(model, PROMPTS, max_new_tokens=9, seed=5)
@@ -223,7 +223,7 @@ def recorded() -> list[dict[str, Any]]:
     request = {"blocks": paradec.PipelinedBlocks(4), "max_new_tokens": 8, "logprobs": 1, "trace": True}
     text = paradec.generate(tiny(1), ROWS[:2], cache="dual", **request | {"blocks": None, "block_length": 4}).trace
     blocks = paradec.generate(tiny(1), ROWS[:1], **request).trace
-    sampler = samplers.create("speculative", drafter=close_model())
+    sampler = samplers.create("speculative", drafter=similar_model())
     drafts = paradec.generate(wrap_causal(), PROMPTS[:2], sampler=sampler, max_new_tokens=5, trace=True).trace
     picture = paradec.generate_images(tiny_masked_image(), class_labels=[0, 1], steps=2, trace=True).trace
     latent = TraceStep([], [3, 3], "full", pictures=["data:image/png;base64,", ""])

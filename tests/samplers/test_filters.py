@@ -11,7 +11,7 @@ from paradec.samplers.distributions import HEAD, apply_temperature, draw_filtere
 
 
 def plain_filter(logits: Tensor, top_p: float | None, top_k: int | None, stable: bool = False) -> Tensor:
-    """Filter logits by the definition, with a full sort. stable: whether of equal logits the first are kept."""
+    """Filter logits by the definition, with a full sort. stable: whether top-p keeps the first of equal logits."""
     if top_p is not None and top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True, stable=stable)
         is_excluded = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1) > top_p
