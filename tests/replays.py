@@ -60,7 +60,8 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "next-image": (
         ("next-image",),
         {
-            "samplers/scales/test_scales.py": "var_replays the_code_sampler_replays pictures_become_codes all_scales_at_once",
+            "samplers/scales/test_scales.py": "var_replays code_sampler_replays pictures_become_codes "
+            "all_scales_at_once",
             "samplers/test_distilled.py": "llamagen_replays_the_reference replays_the_reference",
             "samplers/continuous/test_cspd.py": "replays_the_reference replays_the_rule",
             "samplers/causal/test_jacobi_blocks.py": "blocks_are_those_of_the_public_code "

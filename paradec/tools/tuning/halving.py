@@ -1,9 +1,10 @@
 """Successive halving for several objectives: which trials continue with more prompts.
 
 A trial measures one setting, rung by rung, on prompts of the half that serves to choose settings: first on 20, then on
-60, then on 180, for example (the factor is eta). After a rung it continues if fewer than 1/eta of the trials that have reached this
-rung are on better fronts. This is the non-dominated sorting of Schmucker et al., "Multi-objective Asynchronous
-Successive Halving" (arXiv 2106.12639), without their epsilon-net. Optuna's pruners support only one objective.
+60, then on 180, for example (the factor is eta). After a rung it continues if fewer than 1/eta of the trials that have
+reached this rung are on better fronts. This is the non-dominated sorting of Schmucker et al., "Multi-objective
+Asynchronous Successive Halving" (arXiv 2106.12639), without their epsilon-net. Optuna's pruners support only one
+objective.
 """
 
 from __future__ import annotations

@@ -354,7 +354,7 @@ def test_var_replays(name: str) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("name", image_cases("code", "steps"))
 @replays("name", "code/")
-def test_the_code_sampler_replays(name: str) -> None:
+def test_code_sampler_replays(name: str) -> None:
     record, arrays = image_case("code", name)
     settings = record["settings"]
     refiner = model("var", record["refiner"], dtype_of(record))
