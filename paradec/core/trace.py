@@ -245,7 +245,9 @@ class Trace:
         if self.grid is not None and self.cells is not None:
             height, width = self.grid
             if min(self.grid) < 1 or any(len(cells) != height * width for cells in self.cells):
-                raise ValueError(f"each row of cells must have {height * width} entries, for grid={self.grid}")
+                raise ValueError(
+                    f"grid={self.grid} must be positive, and each row of cells must have height * width entries"
+                )
 
     def _sized_fields(self) -> Iterator[tuple[str, Sequence[Any] | None, int]]:
         """Yield (field, list, required number of entries) for lists with an entry per row or commit."""

@@ -112,10 +112,10 @@ def test_schedules_are_refused_in_other_runs(tmp_path: Path) -> None:
     with accelerate(pipe, sampler) as session:
         run_wan(pipe, 6)
         assert session.report().full_steps == [0, 2, 5]
-        refuses(lambda: run_wan(pipe, 7), "runs of steps 6, and this one has 7")
-        refuses(lambda: run_wan(pipe, 6, guidance_scale=2.0), "runs of guidance_scale 3.0, and this one has 2.0")
+        refuses(lambda: run_wan(pipe, 7), "runs with steps=6; this run has steps=7")
+        refuses(lambda: run_wan(pipe, 6, guidance_scale=2.0), "guidance_scale=3.0; this run has guidance_scale=2.0")
     dit = dit_pipeline()
-    with accelerate(dit, sampler), pytest.raises(ValueError, match="runs of scheduler UniPCM.* this one has DDIM"):
+    with accelerate(dit, sampler), pytest.raises(ValueError, match="scheduler=UniPCM.*this run has scheduler=DDIM"):
         dit([1], num_inference_steps=6, output_type="np")
     # the guidance of DiTPipeline and of custom loops cannot be read
     with accelerate(dit, StepSchedule((0, 2), 4, "DDIMScheduler", 4.0)) as session:
