@@ -15,7 +15,7 @@ import paradec
 
 
 def untrained() -> paradec.models.adapter.Model:
-    """Build a small random Qwen2 with the packaged tokenizer; like Dream it is bidirectional and predicts shifted."""
+    """Build a small random Qwen2 with the packaged tokenizer; bidirectional, with shifted logits, as Dream."""
     packaged = paradec.load()
     facts = packaged.facts
     torch.manual_seed(0)

@@ -139,8 +139,8 @@ def attach_diffusers(module: nn.Module, model: str, **changes: Any) -> Any:
 
 @contextlib.contextmanager
 def attach_cachedit(module: nn.Module, model: str) -> Any:
-    """Attach cache-dit's DBCache with its Taylor calibrator, evaluated at `FULL_STEPS`. The first block of each list of
-    blocks is evaluated at every step."""
+    """Attach cache-dit's DBCache with its Taylor calibrator. All blocks are evaluated at `FULL_STEPS`, and each
+    list's first block at every step."""
     import cache_dit
 
     config = cache_dit.DBCacheConfig(

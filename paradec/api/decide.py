@@ -219,7 +219,7 @@ def decide(
             transformers' prompt.
         seeds: on canvases, number of noise samples to average probabilities over.
         batch_size: rows per call.
-        before_call: called before each model call with the total number of tokens of all calls.
+        before_call: called before each model call with the number of tokens of all calls together, a constant.
 
     Raises:
         ValueError, TypeError: an argument out of its range, before any work.
@@ -287,7 +287,7 @@ def check_decision_model(model: Any) -> None:
         ways = "put its files into the model's folder, load with tokenizer=..., or set model.tokenizer = ..."
         raise ValueError(f"{name} has no tokenizer to write questions with: {ways}")
     if topology == "causal_context":
-        raise ValueError(f"{name} reads the first token as a causal model: load(..., topology='causal')")
+        raise ValueError(f"{name} predicts an answer's first token causally: load(..., topology='causal')")
     if topology != "causal" and model.facts.hole_id is None:
         raise ValueError(f"{name} has no mask token: {topology!r} models answer at a mask")
 
@@ -439,7 +439,7 @@ def import_decision() -> Any:
         import transformers.decision as decision
     except ImportError as error:
         needs = "the prompt for questions and special tokens written as text need transformers 5.23"
-        raise ImportError(f"{needs}, this is {__version__}; a plain text needs template= alone") from error
+        raise ImportError(f"{needs}; this is {__version__}. Without it pass template= and plain texts") from error
     return decision
 
 

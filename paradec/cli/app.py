@@ -212,7 +212,7 @@ def _main(
     if processes > 1 and command not in ("generate", "infill"):
         raise ValueError(
             f"paradec {command or '--help'} runs in one process, and was started in {processes}: start it without "
-            "torchrun; generate and infill spread a model"
+            "torchrun; only generate and infill use several processes"
         )
     if processes > 1:
         context.call_on_close(work.release_ranks)

@@ -68,7 +68,7 @@ bench = typer.Typer(help="Measure samplers.", callback=lambda: None, rich_markup
 )
 def parallel(
     samplers: Annotated[list[str] | None, SWEPT_SAMPLERS] = None,
-    settings: int = typer.Option(5, help="Settings of each sampler, 2 to 5."),
+    settings: int = typer.Option(5, help="Number of settings per sampler, 2 to 5."),
     seed: options.Seed = 0,
     **shared: Any,
 ) -> None:

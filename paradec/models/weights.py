@@ -37,7 +37,7 @@ def read_weights(
 
     unused: pattern of the names of tensors that are not weights; these may have any dtype.
     nested: possible paths of the weights in a pickle, as for `find_nested`; the first that exists is used.
-    mmap: whether a pickle is memory-mapped, so that its other parts use no memory.
+    mmap: whether to memory-map a pickle in the zip format, so that parts other than the weights use no memory.
     Raises CheckpointError for a file that is missing, corrupt or of another kind, or weights that are not
     floating-point numbers."""
     path = Path(source)

@@ -144,7 +144,7 @@ def test_bad_rows_are_flagged_and_harm_no_others(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["float64", "chunked"])
-def test_rows_may_be_strided_and_named_tokens_have_their_probabilities(path: str) -> None:
+def test_strided_rows_and_probabilities_of_given_ids(path: str) -> None:
     view = logits_of(3, 7)[:, 1:5]
     assert not view.is_contiguous()
     ids = torch.randint(VOCABULARY, (3, 4, 5), generator=torch.Generator().manual_seed(1))
@@ -514,7 +514,7 @@ def test_kernel_reads_strided_rows_and_divides_by_the_temperature() -> None:
 @runs_kernel
 @pytest.mark.parametrize("splits", [1, 4])
 def test_kernel_on_edge_cases(splits: int) -> None:
-    # ties across tiles and splits, one token, all mass in the last split, doubt below float32's resolution
+    # ties across tiles and splits, one token, all mass in the last split, 1 - p below float32's resolution
     logits = torch.full((9, 128), -torch.inf)
     logits[0, [5, 40, 100]] = 2.0
     logits[1, 127] = -3.0

@@ -32,7 +32,9 @@ KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
     "ties": lambda logits, generator: logits.round(),
     "excluded": exclude_some,
     "ties and excluded": lambda logits, generator: exclude_some((2 * logits).round() / 2, generator),
-    "rows of different widths": lambda logits, generator: logits * torch.linspace(0.01, 20, len(logits)).view(-1, 1, 1),
+    "rows of different sharpness": lambda logits, generator: (
+        logits * torch.linspace(0.01, 20, len(logits)).view(-1, 1, 1)
+    ),
     "equal": lambda logits, generator: torch.zeros_like(logits),
 }
 

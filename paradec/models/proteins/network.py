@@ -2,7 +2,7 @@
 
 Dauparas et al., Science 378:49 (2022), doi 10.1126/science.add2187. Parameter names are those of the published files
 (`proteinmpnn_v_48_020.pt`). The encoder sees only the backbone. In the decoder a residue sees the letters and states of
-the neighbours before it in an order, and the encoder's states of other neighbours. LigandMPNN and the membrane models
+the neighbours decided before it, and only the encoder's states of other neighbours. LigandMPNN and the membrane models
 (Dauparas et al., Nature Methods 2025; code `ligandmpnn`) differ in the encoder: LigandMPNN also sees the atoms around
 a protein, membrane models see labels of residues."""
 
@@ -26,7 +26,7 @@ BASES, NEAREST, FARTHEST = 16, 2.0, 22.0
 """Number and range of the radial basis functions of a distance, in angstrom."""
 REACH = 32
 """Differences of residue numbers are clamped to -REACH..REACH; one more class is for residues of different chains."""
-POSITIONS = 16
+OFFSET_WIDTH = 16
 PAIRS = (
     *("CA-CA", "N-N", "C-C", "O-O", "CB-CB", "CA-N", "CA-C", "CA-O", "CA-CB", "N-C", "N-O", "N-CB", "CB-C"),
     *("CB-O", "O-C", "N-CA", "C-CA", "O-CA", "CB-CA", "C-N", "O-N", "CB-N", "C-CB", "O-CB", "C-O"),
@@ -143,8 +143,8 @@ class Features(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.embeddings = nn.Sequential(OrderedDict(linear=nn.Linear(2 * REACH + 2, POSITIONS)))
-        self.edge_embedding = nn.Linear(POSITIONS + BASES * len(PAIRS), width, bias=False)
+        self.embeddings = nn.Sequential(OrderedDict(linear=nn.Linear(2 * REACH + 2, OFFSET_WIDTH)))
+        self.edge_embedding = nn.Linear(OFFSET_WIDTH + BASES * len(PAIRS), width, bias=False)
         self.norm_edges = nn.LayerNorm(width)
 
     def forward(self, structure: Structure, count: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
@@ -173,7 +173,7 @@ class Features(nn.Module):
         offset = (number[:, None] - number[neighbours] + REACH).clamp(0, 2 * REACH)
         offset = torch.where(chain[:, None] == chain[neighbours], offset, 2 * REACH + 1)
         # terms of the offsets, [offsets, D]
-        offset_weight, basis_weight = self.edge_embedding.weight.split((POSITIONS, BASES * len(PAIRS)), 1)
+        offset_weight, basis_weight = self.edge_embedding.weight.split((OFFSET_WIDTH, BASES * len(PAIRS)), 1)
         one_hot = torch.eye(2 * REACH + 2, dtype=offset_weight.dtype, device=device)
         offsets = linear(self.embeddings(one_hot), offset_weight)
         edges = []

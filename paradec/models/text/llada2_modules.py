@@ -1,8 +1,9 @@
 """LLaDA2 on transformers' Glm4Moe: `query_key_value` becomes three matrices, and LLaDA2.2's routers work by blocks.
 
-This file is imported only for such a checkpoint, since it imports Glm4Moe's code. transformers finds weight conversions
-by class name, so a subclass reads the files. In LLaDA2.2 an expert's score for a block is its maximum over the block's
-positions, and every position chooses among the `capacity` experts with the best scores for its block."""
+This file is imported only for such a checkpoint, since it imports Glm4Moe's code. transformers finds weight
+conversions by class name, so a subclass with its own name has those for these files. In LLaDA2.2 an expert's score for
+a block is its maximum over the block's positions, and every position chooses among the `capacity` experts with the
+best scores for its block."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ class BlockRouter(Glm4MoeTopkRouter):
         return logits, weights * self.routed_scaling_factor, expert_ids
 
     def _groups(self, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """[R, Q] int64: a number below R * Q for each block of each row. [R, Q] bool: valid columns; None: all."""
+        """[R, Q] int64: numbers below R * Q, equal within a block of a row. [R, Q] bool: valid columns; None: all."""
         row_start = torch.arange(rows, device=device).unsqueeze(1) * length
         if self.blocks is None:
             return row_start + torch.arange(length, device=device) // self.block, None

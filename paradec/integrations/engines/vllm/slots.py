@@ -82,7 +82,7 @@ def read_model(model: Any) -> ServedModel:
 
 class Slot:
     """One request of the batch. begin: position of the block that the next forward evaluates. is_storing: whether this
-    block's tokens are final, so that the forward stores their keys and values. known: number of ids in vLLM."""
+    block's tokens are final, so that the forward stores their keys and values. known: number of its ids in vLLM."""
 
     def __init__(self, served: ServedModel, hosted: Hosted, known: int):
         self.served, self.hosted, self.known = served, hosted, known

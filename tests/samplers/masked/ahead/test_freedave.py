@@ -26,7 +26,7 @@ def is_same_output(first: Any, second: Any) -> bool:
     return torch.equal(first.sequences, second.sequences) and has_same_fields
 
 
-VOCAB, DIGITS, DENOISERS = 14, 8, 500
+VOCAB, DIGITS, NUM_PROMPTS = 14, 8, 500
 MASK, END = 12, 13
 
 
@@ -55,7 +55,7 @@ class Denoisers(nn.Module):
 @pytest.fixture(scope="module")
 def denoisers() -> tuple[Model, list[list[int]]]:
     model = paradec.wrap(Denoisers(), mask_token_id=MASK, eos_token_id=END, **FACTS)
-    prompts = [[i // 64, i // 8 % 8, i % 8] + [7] * (i % 3) for i in range(DENOISERS)]
+    prompts = [[i // 64, i // 8 % 8, i % 8] + [7] * (i % 3) for i in range(NUM_PROMPTS)]
     return model, prompts
 
 
@@ -95,7 +95,7 @@ def test_freedave_gives_the_tokens_of_its_base_on_500_denoisers(
     )
     assert is_same_output(sampled, sampled_with_drafts) and not is_same_output(sampled, expected)
     assert forwards[0] > forwards[1] >= forwards[2] >= forwards[3]
-    assert len({tuple(row) for row in expected.new_tokens.tolist()}) > DENOISERS // 2  # the denoisers differ
+    assert len({tuple(row) for row in expected.new_tokens.tolist()}) > NUM_PROMPTS // 2  # the denoisers differ
 
 
 @pytest.mark.thinned
