@@ -4,18 +4,18 @@
 
 The packaged DiT of digits (guidance 2, its DDIM scheduler) and small FLUX, Wan, SD3 and PixArt transformers of five
 blocks with random weights (Euler steps) denoise noise of many seeds and prompts. A full run evaluates every step. Every
-method ("way") has several settings: intervals, or thresholds that are bisected towards the budget. On one half of the
-seeds, the setting with the smallest error is chosen among those that evaluate at most `budget` steps; its results on
-the other half are reported. Published settings are reported unchanged.
+method ("way") has several settings: intervals, or thresholds that are bisected towards a budget, a maximum number of
+evaluated steps. On one half of the seeds, the setting with the smallest error is chosen among those within the budget;
+its results on the other half are reported. Published settings are reported unchanged.
 
 - error: |latent - full run's| / |full run's - the noise|; mean and 95 % interval (Student's t) over seeds.
-- over_even: this error over that of as many evenly spread evaluations ("even, module, taylor 1"), on the same noise;
-  geometric mean and its 95 % interval.
+- over_even: this error divided by that of "even, module, taylor 1" with the same budget, on the same noise; geometric
+  mean and its 95 % interval.
 - evaluated: number of steps of a run at which all blocks are evaluated. Some rules also evaluate a few blocks (probes)
   at other steps, which do not count.
 - blocks: share of the full run's block evaluations, including those of probes.
-- cpu: CPU time of a run over the full run's, on one thread; median over seeds. On every seed all methods and the full
-  run take turns.
+- cpu: CPU time of a run divided by that of the full run, on one thread; median over seeds. On every seed all methods
+  and the full run take turns.
 
 Budgets are the evaluated steps of cache-dit's masks "ultra" and "fast" at 28 steps. MagCache's ratios are the mean over
 full runs on the choosing seeds. Writes benchmarks/results/probes.json.
@@ -149,7 +149,7 @@ def published(ratios: Any, steps: int) -> dict[str, Settings]:
     masks = {f"step mask {name}, module, taylor 1": {"when": step_mask(name, steps)} for name in ("slow", "medium")}
     return masks | {
         "TaylorSeer: ours, interval 5": {},
-        "TaylorSeer: the paper's, interval 6 behind 3": {"when": Every(6, 3)},
+        "TaylorSeer: the paper's, interval 6 after 3 full steps": {"when": Every(6, 3)},
         "TaylorSeer: diffusers' hook": {"when": Every(5, 3, "diffusers")},
         "FirstBlock 0.05": {"when": FirstBlock(0.05)},
         "FirstBlock 0.08": {"when": FirstBlock(0.08)},

@@ -110,7 +110,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def feed_streamer(ticket: Ticket, state: RowState, slot: int, row: Tensor, final: int) -> None:
-    """Pass newly final tokens to a ticket's streamer, and to `put_draft` the rest of the row. Raises its exceptions.
+    """Pass tokens that have become final to a ticket's streamer, and the rest of the row to the streamer's `put_draft`.
+    Raises the streamer's exceptions.
 
     row: [L] int64, on the host: the canvas of the slot. final: number of its leading final tokens."""
     streamer = ticket.streamer

@@ -112,7 +112,7 @@ class MarkovWalk:
         return head.markov_w1(token_ids.repeat(len(self.states) // len(previous)))
 
     def confidence(self, slot: int, previous: Tensor) -> Tensor:
-        """[R]: logits of acceptance, from conditional states. Raises ValueError without a confidence head."""
+        """[R]: logits of acceptance, from the conditional branch. Raises ValueError without a confidence head."""
         head = self.drafter.module.confidence_head
         if head is None:
             raise ValueError(f"drafter {self.drafter.facts.name} has no confidence head")
@@ -138,7 +138,7 @@ class DSparkDrafter(WalkDrafter):
     `block_size` drafts in one forward (one fewer if `sample_from_anchor` is false).
 
     module, base, settings: as for `DFlashDrafter`.
-    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None if these are all of the model's."""
+    tokens: [Vd] int64: the model's id of each of the drafter's tokens; None if it has all of the model's tokens."""
 
     def __init__(self, module: Any, base: Model, settings: BlockSettings, tokens: Tensor | None, name: str = "DSpark"):
         super().__init__(module, base, settings, name)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from decoding import REQUEST, ROWS, Failing, Recorder, drain, refuses, ticket_ids, values_below
+from decoding import REQUEST, ROWS, Failing, Recorder, drain, nested_values, refuses, ticket_ids
 from small_models import END, MASK, tiny
 from torch import Tensor
 
@@ -468,7 +468,7 @@ def test_memory_does_not_grow_with_the_number_of_prompts(causal: Model, model: M
                 while batch.waiting:
                     batch.step()
                 for group in batch._groups:
-                    sizes.append(sum(getattr(value, "nbytes", 0) for _, value in values_below(group.state)))
+                    sizes.append(sum(getattr(value, "nbytes", 0) for _, value in nested_values(group.state)))
             assert max(sizes[:8]) >= max(sizes[8:])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import drain, refuses, supported_fields, values_below
+from decoding import drain, nested_values, refuses, supported_fields
 from every_model import CANVAS, IMAGES, TEXT, shared_model
 from images import IMAGE_MODELS
 from places import GOLDEN
@@ -44,7 +44,7 @@ TOPOLOGY |= {"block_causal same": ("block_causal", "same"), "block_causal shifte
 
 def paths_of_size(state: Any, sizes: set[int]) -> list[str]:
     """Return the paths of the state's arrays and lists whose shape contains one of the sizes."""
-    shapes = ((path, (len(value),) if isinstance(value, list) else value.shape) for path, value in values_below(state))
+    shapes = ((path, (len(value),) if isinstance(value, list) else value.shape) for path, value in nested_values(state))
     return [path for path, shape in shapes if sizes & {*shape}]
 
 

@@ -31,7 +31,7 @@ MASKED = [name for name in samplers.names() if samplers.get(name).family == "mas
 
 
 def covering(*parameters: Iterable[Any]) -> list[Any]:
-    """Return all combinations of several parameters' values. All but a few, which cover every value, are `further`."""
+    """Return all combinations of parameters' values. A few cover every value; the others have the mark `further`."""
     columns = [list(values) for values in parameters]
     default = {tuple(row % len(column) for column in columns) for row in range(max(map(len, columns)))}
     return [
@@ -44,7 +44,7 @@ def covering(*parameters: Iterable[Any]) -> list[Any]:
 
 
 def fits(name: str, model: Model) -> bool:
-    """Return whether the model has the topology and deletion token, and allows the mask probes, of the sampler."""
+    """Return whether the model has what the sampler needs: its topology, a deletion token, mask probes."""
     needs = getattr(samplers.get(name), "needs", Needs())
     if needs.why_unsupported(model.facts) is not None or needs.moves and model.facts.delete_token_id is None:
         return False
@@ -191,7 +191,7 @@ class Failing:
         return logits.masked_fill(poisoned.view(-1, 1, 1), torch.nan)
 
 
-def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def nested_values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of lists, arrays and tensors in a nested value, without facts, request, cache and model."""
     if isinstance(value, (list, np.ndarray, Tensor)):
         yield path, value
@@ -205,11 +205,11 @@ def values_below(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
         return
     for name, entry in entries:
         if depth < 5 and name not in ("facts", "request", "cache", "blocks", "model"):
-            yield from values_below(entry, f"{path}.{name}", depth + 1)
+            yield from nested_values(entry, f"{path}.{name}", depth + 1)
 
 
 def state_values(state: Any) -> dict[str, Any]:
-    """Return the fields of a state that only commits change: no stores (model calls write them) and no constants."""
+    """Return the fields of a state that change in commits only: neither stores (calls write them) nor constants."""
     excluded = {"request", "facts", "store", "after"}
     excluded |= {name for name in vars(state) if isinstance(getattr(type(state), name, None), cached_property)}
     return {name: value for name, value in vars(state).items() if name not in excluded}

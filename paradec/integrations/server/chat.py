@@ -51,7 +51,7 @@ RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_te
 
 
 class Piece(NamedTuple):
-    """A part of an answer. role: in the first piece only. finish_reason: in the last only. draft: JSON."""
+    """A part of an answer. role: only in the first; finish_reason: in the last. draft: JSON of text that may change."""
 
     content: str = ""
     reasoning: str = ""
@@ -111,7 +111,8 @@ class StopCutter:
         self.stops, self.is_over, self.rest = stops, False, ""
 
     def feed(self, text: str, is_last: bool = False) -> str:
-        """Add text; return what precedes any stop sequence. `rest` may begin one; if `is_over`, it comes after one."""
+        """Add text; return the part before any stop sequence. `rest`: held back, as it may begin one; if `is_over`, the
+        text behind the stop sequence."""
         if self.is_over:
             return ""
         text = self.rest + text

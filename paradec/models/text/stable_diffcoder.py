@@ -1,8 +1,8 @@
 """Stable-DiffCoder (ByteDance-Seed/Stable-DiffCoder-8B-Base, -Instruct; Fan et al., arXiv 2601.15892) on transformers'
 Llama.
 
-config.json has Llama's `model_type`, but other `architectures`. Blocks and names are Llama's. Logits row i predicts
-token i; attention is block-causal over blocks of 4 counted from position 0."""
+config.json has Llama's `model_type`, but other `architectures`. Layers and parameter names are Llama's. Logits row i
+predicts token i; attention is block-causal over blocks of 4 counted from position 0."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Modules:
 
     Args:
         modules: patterns (`re.fullmatch`) of modules whose outputs are forecast.
-        skip: patterns of modules that forecast steps skip; their outputs must be used only by modules in `modules`.
+        skip: patterns of modules that are not evaluated at forecast steps. Only `modules` may use their outputs.
     """
 
     modules: tuple[str, ...]

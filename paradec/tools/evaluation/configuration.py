@@ -16,17 +16,17 @@ BASELINE = "threshold"
 STAGED = "union(rules=['localleap'], stages=['credit'])"
 """The logits stage of `credit`, followed by the rule of `localleap`."""
 COMBINATIONS = ("credit+localleap", STAGED, "factor+localleap", "klass+persistence")
-"""Combinations that are compared with the registered samplers: of a dozen combinations, the three fastest and the most
-accurate on the packaged prompts."""
+"""Combinations that are compared with the registered samplers: of a dozen, the three fastest ones and the most
+accurate one on the packaged prompts."""
 
 
 @dataclass(frozen=True)
 class Configuration:
     """A sampler with changed settings, or with its defaults if `changes` is empty.
 
-    `sampler` is a registered name or a combination with its settings ("credit+localleap"). `changes` are settings of
-    the sampler and fields of the request, as in an entry of its `sweep`. `steps` may be a float: the number of steps as
-    a share of the undecided positions.
+    `sampler` is a registered name or a combination, with or without settings ("credit+localleap", `STAGED`). `changes`
+    are settings of the sampler and fields of the request, as in an entry of its `sweep`. `steps` may be a float: the
+    number of steps as a share of the undecided positions.
     """
 
     sampler: str

@@ -143,7 +143,7 @@ def callback_at(step: int, function: Callable[[], Any], results: list[Any]) -> C
 
 @pytest.mark.thinned
 @WITH_THREE_BY_DEFAULT
-def test_a_run_is_refused_once_another_thread_has_started_a_run(case: Case, session: Any) -> None:
+def test_a_run_stops_when_another_thread_starts_a_run(case: Case, session: Any) -> None:
     results: list[Any] = []
     run = lambda: case.run(case.pipe)  # noqa: E731
     with pytest.raises(RuntimeError, match=f"accelerated {type(case.pipe).__name__} is used by another thread"):
@@ -211,7 +211,7 @@ def test_direct_calls_are_plain(case: Case, session: Any) -> None:
     assert len(session.report().calls) == calls and session.transformers[0].state.count_bytes() == 0
     assert torch.equal(case.run(case.pipe), case.fast) and torch.equal(direct(), expected)
     assert "1 calls of a transformer did not belong to the run" in str(session.report())
-    if "Pipeline" in case.name:  # pipelines name their calls: a call without a name is not part of the run
+    if "Pipeline" in case.name:  # pipelines name their calls (`cache_context`): others are not part of the run
         results: list[Any] = []
         assert torch.equal(case.run(case.pipe, callback_at(2, direct, results)), case.fast)
         assert torch.equal(results[0], expected)
@@ -220,7 +220,9 @@ def test_direct_calls_are_plain(case: Case, session: Any) -> None:
     assert all(torch.equal(gradient, case.gradient()) for gradient in gradients)
 
 
-@pytest.mark.parametrize("case", ["FluxPipeline", "WanPipeline"], indirect=True)  # their loops read these attributes
+@pytest.mark.parametrize(
+    "case", ["FluxPipeline", "WanPipeline"], indirect=True
+)  # they read `_interrupt`, `_guidance_scale`
 def test_callbacks_may_change_a_run(case: Case, session: Any) -> None:
 
     def interrupt(pipe: Any, i: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def predictor() -> jobs.Predictor:
     return jobs.Predictor(load={"dtype": "float64"}, batch_size=2, seed=3, **REQUEST)
 
 
-def test_answers_depend_only_on_prompt_id_and_seed(predictor: jobs.Predictor) -> None:
+def test_answers_depend_only_on_prompt_and_id_and_seed(predictor: jobs.Predictor) -> None:
     actual = predictor(ROWS)
     assert actual["label"] is ROWS["label"] and actual["text"][3] == "" and "'Hello'" in actual["error"][3]
     seeds = [jobs.seed_of(3, int(name)) for name in ROWS["id"][:3]]

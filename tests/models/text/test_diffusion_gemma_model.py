@@ -195,7 +195,7 @@ def test_models_of_text_alone_refuse_images() -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_soft_embeddings_equal_those_of_the_module(dtype: torch.dtype) -> None:
-    """Self-conditioning on soft embeddings gives bitwise the logits of the module, which is conditioned on logits."""
+    """Self-conditioning on soft embeddings of logits gives bitwise the output of the module, which gets the logits."""
     module = tiny_gemma(dtype=dtype)
     model = paradec.wrap(module)
     sampler = samplers.create("diffusion_gemma")

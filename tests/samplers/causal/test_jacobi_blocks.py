@@ -57,7 +57,7 @@ def test_blocks_are_those_of_the_public_code(case: dict[str, Any]) -> None:
         assert int(state.canvas[0, start - 1]) == block["first"]
         assert len(block["calls"]) == len(block["trajectory"]) == block["iterations"] + block["converged"]
         assert block["cached_after"] == block["calls"][-1]["positions"][1]
-        # the first iterate; the additional slot is the prediction for the next block and is not evaluated
+        # the first iterate; the last slot (0) is for the next block's first token and is not evaluated
         state.memory.write("drafts", np.arange(1), torch.tensor([[*block["random"], 0]]))
         for iterate, call in zip([*block["trajectory"], None], block["calls"], strict=False):
             assert int(state.store.valid.sum()) == call["cached_before"]

@@ -167,7 +167,7 @@ def test_schedules_are_the_reference_s(path: Path) -> None:
 
 
 def assert_guidance(sampler: Recap, scales: list[list[float]]) -> None:
-    """Assert the guidance scales of all steps. scales: the public code's, by group, which are lower by one."""
+    """Assert the guidance scales of all steps. scales: the public code's, by group; paradec's are larger by 1."""
     expected = np.array(sum(scales, []))
     step, request = np.arange(len(expected)), SimpleNamespace(guidance_scale=1 + expected[-1])
     state = SimpleNamespace(request=request, canvas=torch.empty(0))
@@ -206,10 +206,10 @@ def test_without_local_steps_recap_equals_maskgit(cache: str, guidance: float) -
     request = {"steps": 5, "temperature": 1.0, "guidance_scale": guidance, "seed": 3, "trace": True}
     rows = prompts(model, 0, 3)
     settings = {"schedule": "power", "choice_temperature": 5.5, "final_temperature": 0.65, "guidance_start": 1.0}
-    ours = paradec.generate(model, rows, sampler=Recap(local_steps=0, guidance_start=1.0), cache=cache, **request)
-    theirs = paradec.generate(model, rows, sampler=paradec.samplers.create("maskgit", **settings), **request)
-    assert torch.equal(ours.sequences, theirs.sequences)
-    assert [step.commits for step in ours.trace.steps] == [step.commits for step in theirs.trace.steps]
+    recap = paradec.generate(model, rows, sampler=Recap(local_steps=0, guidance_start=1.0), cache=cache, **request)
+    maskgit = paradec.generate(model, rows, sampler=paradec.samplers.create("maskgit", **settings), **request)
+    assert torch.equal(recap.sequences, maskgit.sequences)
+    assert [step.commits for step in recap.trace.steps] == [step.commits for step in maskgit.trace.steps]
 
 
 @pytest.mark.parametrize("order", ["confidence", "halton"])

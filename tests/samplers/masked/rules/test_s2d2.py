@@ -1,8 +1,8 @@
 """S2D2: recorded runs of its public code on SDAR (`tests/golden/autumn/s2d2`), and properties.
 
-Each step commits the recorded tokens and verifies if the recorded step does, with the recorded random numbers, in
-float32 as recorded. The public code includes the mask token in the softmax and applies top-p among the top-k tokens.
-paradec's S2D2 does neither, but the replay imitates it."""
+With the recorded random numbers, each step commits the recorded tokens, and verifies its draft exactly if the
+recorded step did; in float32, as recorded. The public code includes the mask token in the softmax and applies top-p
+among the top-k tokens. paradec's S2D2 does neither, but the replay imitates it."""
 
 import functools
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ def test_recorded_steps(path: Path, cache: str, monkeypatch: pytest.MonkeyPatch)
             assert all(int(state.canvas[0, at]) == token for at, token in text if at < state.canvas.shape[1])
             verified = [step for step in case["steps"] if step["verified"]]
             assert case["accepted"] == [sum(kind == "accepted" for _, _, kind in step["commit"]) for step in verified]
-            # calls: a prefill, a draft in each step, the verifications, and one call per block that stores it
+            # calls: a prefill, a draft in each step, the verifications, and a call for each block, which stores it
             prefill = len(case["prompt_ids"]) >= block
             num_blocks = len({step["block"] for step in case["steps"]})
             assert case["calls"] == prefill + len(theirs) + len(verified) + num_blocks
